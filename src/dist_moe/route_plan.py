@@ -1,0 +1,37 @@
+"""RoutePlan: what route makes and every later stage reads."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Row maps of one call on one rank; all tensors on the device, the tables sized by the capacity of R rows.
+
+    Rows are ordered by local expert, then source rank, then token. Example (W = 1, T = 3, K = 2, L = 2): ids
+    [[0, 1], [1, -1], [1, 0]] give rows 0: (token 0, k 0), 1: (2, 1) of expert 0, and 2: (0, 1), 3: (1, 0), 4: (2, 0)
+    of expert 1, so row_start_P = [0, 2, 5], row_to_slot_R = [0, 5, 1, 2, 4]; the pairs are tokens 0, 1, 2 with
+    pair_start_R = [0, 2, 3], pair_rows_R = [0, 2, 3, 4, 1] (slot order inside a pair), pair_output_R = [0, 1, 2].
+
+    row_start_P    int32 [L+1]  rows of local expert e are row_start[e] .. row_start[e+1]; the last word counts all rows
+    rank_rows_W    int64 [W]    rows that every rank receives, the same on all ranks
+    num_pairs_1    int32 [1]    (source rank, token) pairs with a route here
+    row_to_slot_R  int32 [R]    row -> (source rank * T_max + token) * K + k
+    pair_rows_R    int32 [R]    rows pair by pair, inside a pair by k; pair p starts at pair_start_R[p]
+    pair_start_R   int32 [R]    by pair; pairs are ordered by source rank, then token
+    pair_output_R  int32 [R]    by pair: (source rank * T_max + token) * min(K, W) + number of lower ranks that the
+                                token visits: the row of the owner's `outputs` in the de-duplicated scheme
+    What lies past the counted rows and pairs is undefined.
+    """
+
+    row_start_P: Tensor
+    rank_rows_W: Tensor
+    num_pairs_1: Tensor
+    row_to_slot_R: Tensor
+    pair_rows_R: Tensor
+    pair_start_R: Tensor
+    pair_output_R: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]

@@ -1,0 +1,71 @@
+"""The letter legend, the words of the wire and of the fault record, and arithmetic on plain ints.
+
+Letters (suffix of a name = logical shape in memory order)
+    T  tokens a rank passes in a call, T_max the most it may pass      K  experts of a token (top-k)
+    D  hidden size            F  intermediate size                     E  experts, L = E / W experts of one rank
+    W  ranks                  N  = T * K routes of a rank              R  rows a rank receives (capacity in tables)
+    P  = L + 1 (starts and the end)       X  rows of the whole activation buffer       J  output rows of a token
+
+A "route" is one (token, k); a "pair" is one (token, rank) with at least one route. Several routes of a token to
+one rank are one pair.
+"""
+
+from dataclasses import dataclass
+
+# Signal stages. PUBLISHED and COMBINED are used by every forward and backward, RESET by Context.reset() alone.
+PUBLISHED, COMBINED, RESET = 0, 1, 2
+NUM_STAGES = 3
+STAGE_NAMES = ("published", "combined", "reset")
+
+# A generation is (epoch << EPOCH_SHIFT) + number of the signal; a reset moves every rank to the next epoch, so that
+# flags of the time before it are too small to satisfy a wait. The flag on the wire is 2 * generation + aborted.
+EPOCH_SHIFT = 32
+
+# Words of the header that each publish writes (int64 [16], 128 bytes).
+HEADER_VERSION, HEADER_CONFIG_HASH, HEADER_CALL, HEADER_KIND, HEADER_T, HEADER_ABORT = 0, 1, 2, 3, 4, 5
+HEADER_WORDS = 16
+HEADER_NAMES = ("format version", "configuration", "call number", "call kind", "token count", "abort code")
+WIRE_VERSION = 1
+
+# Kinds of call. All ranks make the same kind at the same time.
+KIND_TRAIN, KIND_NO_GRAD, KIND_BACKWARD = 1, 2, 3
+KIND_NAMES = {KIND_TRAIN: "training forward", KIND_NO_GRAD: "forward without gradients", KIND_BACKWARD: "backward"}
+
+# Resolved expert ids on the wire.
+NO_EXPERT, INVALID_EXPERT = -1, -2
+
+# Fault record: int64 [8]; word 0 = code | rank << FAULT_RANK_SHIFT, the other words depend on the code.
+FAULT_WORDS = 8
+FAULT_RANK_SHIFT = 8
+FAULT_NONE = 0
+FAULT_MISMATCH = 1  # rank differs from rank 0: header word, expected, found
+FAULT_INVALID_ID = 2  # rank published it: token, k
+FAULT_OVERFLOW = 3  # rank receives most: rows needed, rows available
+FAULT_ABORTED = 4  # rank gave up its call: stage
+FAULT_TIMEOUT = 5  # rank is missing: stage, generation
+FAULT_SLOT = 6  # this rank's state is not the newest of its slot: slot, found, expected
+
+MAX_EXPERTS = 2**15 - 1  # ids travel as int16
+MAX_ROUTES = 2**31 - 1  # row maps hold (source rank * T_max + token) * K + k as int32
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Gate of an expert: "swiglu" = g * sigmoid(g) * u, "swiglu_clamped" = min(g, limit) * sigmoid(alpha * .) * (clamp(u) + 1)."""
+
+    kind: str = "swiglu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def clamped(self) -> bool:
+        return self.kind == "swiglu_clamped"
+
+
+def cdiv(n: int, multiple: int) -> int:
+    return -(-n // multiple)
+
+
+def align(n: int, multiple: int) -> int:
+    """n rounded up to a multiple."""
+    return cdiv(n, multiple) * multiple
