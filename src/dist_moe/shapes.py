@@ -69,3 +69,27 @@ def cdiv(n: int, multiple: int) -> int:
 def align(n: int, multiple: int) -> int:
     """n rounded up to a multiple."""
     return cdiv(n, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the device-side slot planner must know of a Context: sizes in bytes, of one rank's activation buffer."""
+
+    hidden_dim: int
+    intermediate_dim: int
+    slot_bytes: int
+    x_bytes: int  # saved layer input, T_max rows
+    total_bytes: int
+    training: bool
+
+
+# Words of a place record (int64 [PLACE_WORDS]): where the stages of one call find their rows in the activation buffer.
+PLACE_KEPT = 0  # 1: x_RD and h1 stay in the slot; 0: x alone, or nothing
+PLACE_SLOT, PLACE_LAYER, PLACE_EPOCH = 1, 2, 3
+PLACE_X = 4  # saved x, in bf16 elements
+PLACE_XR = 5  # x_RD, in rows of D
+PLACE_H1 = 6  # h1, in rows of 2F
+PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F
+PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D
+PLACE_SKIP = 9  # stop word of "save x" and of the recomputation: 0 when they must run
+PLACE_WORDS = 10
