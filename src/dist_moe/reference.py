@@ -1,0 +1,486 @@
+"""The oracle: one plain-PyTorch function an op, in path order. It is the specification of the kernels, op for op with
+the same arguments, and the backend that runs on a CPU by default.
+
+Roundings: a GEMM accumulates in FP32 and rounds once to BF16; SwiGLU, scores and sums are FP32 inside. An op with
+`stop_1` leaves without touching anything when that device word is not 0; one with `fault_F` leaves when a fault is set.
+The last function is the whole layer written densely, independent of the ops.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .route_plan import RoutePlan
+from .shapes import Activation, Geometry, cdiv
+from .symm import fence
+
+_POLL_INTERVAL_S = 20e-6
+
+
+def _stopped(stop_1: Tensor) -> bool:
+    return int(stop_1[0]) != 0
+
+
+def _set_fault(fault_F: Tensor, code: int, rank: int, *details: int) -> None:
+    """Record a fault unless an earlier one is there."""
+    if int(fault_F[0]) == 0:
+        fault_F[1 : 1 + len(details)] = torch.tensor(details, dtype=torch.int64)
+        fault_F[0] = code | rank << shapes.FAULT_RANK_SHIFT
+
+
+# ---- publish, signal, wait, verify ---------------------------------------------------------------------------------
+
+
+def resolve_routes(ids_TK: Tensor, scores_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Ids and scores as they go on the wire: int16 ids, FP32 scores.
+
+    A negative id becomes NO_EXPERT, one >= num_experts INVALID_EXPERT, and a repetition of an expert inside a token
+    NO_EXPERT too: its first occurrence carries the sum of the scores, added in slot order. Slots without expert get +0.0.
+    """
+    ids = ids_TK.to(torch.int64)
+    ids = torch.where(ids < 0, shapes.NO_EXPERT, torch.where(ids >= num_experts, shapes.INVALID_EXPERT, ids))
+    scores_in, scores = scores_TK.float(), torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    for k in range(ids.shape[1]):
+        same = (ids == ids[:, k : k + 1]) & (ids >= 0)
+        scores += torch.where(same, scores_in[:, k : k + 1], 0.0)
+        repeated[:, k + 1 :] |= same[:, k + 1 :]
+    dead = repeated | (ids < 0)
+    ids = torch.where(repeated, shapes.NO_EXPERT, ids)
+    return ids.to(torch.int16), torch.where(dead, 0.0, scores) + 0.0  # + 0.0 turns -0.0 into +0.0
+
+
+def publish(
+    x_TD, ids_TK, scores_TK, *, half, check_finite, kind, config_hash, num_experts, call_1, tokens, header, ids, scores, stop_1
+):
+    """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+
+    With `check_finite`, a slot with an expert and a score of 0 gets -0.0 where its x row is not finite: its row is
+    dispatched as zeros, so that 0 * NaN reaches no sum.
+    """
+    if _stopped(stop_1):
+        return
+    T = x_TD.shape[0]
+    call_1 += 1
+    tokens.own[half, :T] = x_TD
+    own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
+    if check_finite:
+        broken_T1 = ~torch.isfinite(x_TD).all(dim=1, keepdim=True)
+        own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
+    ids.own[:T], scores.own[:T] = own_ids, own_scores
+    words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
+    header.own[: len(words)] = torch.tensor(words, dtype=torch.int64)
+
+
+def signal(*, stage, rank, signals, sent_S, header, fault_F):
+    """Tell every peer that this rank reached `stage`, after all its earlier writes.
+
+    Under a fault the flag carries the aborted bit and the header the fault, so that no peer waits for a rank that gave up.
+    """
+    code = int(fault_F[0]) & 0xFF if stage != shapes.RESET else 0
+    if code:
+        header.own[shapes.HEADER_ABORT] = code
+    sent_S[stage] += 1
+    flag = int(sent_S[stage]) << 1 | (code != 0)
+    fence()
+    for peer in signals.peers:
+        peer[stage, rank] = flag
+
+
+def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
+    """Wait until every rank has signalled this generation of `stage`; a missing or aborted peer becomes a fault."""
+    target = int(sent_S[stage]) << 1
+    deadline = time.perf_counter_ns() + timeout_ns
+    for peer in range(signals.own.shape[1]):
+        while int(fault_F[0]) == 0 and (flag := int(signals.own[stage, peer])) < target:
+            if time.perf_counter_ns() > deadline:
+                _set_fault(fault_F, shapes.FAULT_TIMEOUT, peer, stage, target >> 1)
+            time.sleep(_POLL_INTERVAL_S)
+        if int(fault_F[0]) == 0 and flag & 1:
+            _set_fault(fault_F, shapes.FAULT_ABORTED, peer, stage)
+    fence()
+
+
+def verify(*, header, num_tokens_max, rank, fault_F):
+    """Compare all ranks' headers with rank 0's; the lowest rank that differs becomes the fault, the same everywhere."""
+    if int(fault_F[0]):
+        return
+    first = header.peers[0].tolist()
+    for peer, words in enumerate(h.tolist() for h in header.peers):
+        for word in (shapes.HEADER_VERSION, shapes.HEADER_CONFIG_HASH, shapes.HEADER_CALL, shapes.HEADER_KIND):
+            if words[word] != first[word]:
+                _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, word, first[word], words[word])
+        if not 0 <= words[shapes.HEADER_T] <= num_tokens_max:
+            _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, shapes.HEADER_T, num_tokens_max, words[shapes.HEADER_T])
+
+
+# ---- route -----------------------------------------------------------------------------------------------------------
+
+
+def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePlan:
+    """From all ranks' ids to this rank's row maps; invalid ids and an overflow anywhere become the fault of all ranks."""
+    W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
+    L = num_experts // W
+    i32 = {"dtype": torch.int32, "device": device}
+    plan = RoutePlan(
+        row_start_P=torch.zeros(L + 1, **i32),
+        rank_rows_W=torch.zeros(W, dtype=torch.int64, device=device),
+        num_pairs_1=torch.zeros(1, **i32),
+        row_to_slot_R=torch.empty(capacity_rows, **i32),
+        pair_rows_R=torch.empty(capacity_rows, **i32),
+        pair_start_R=torch.empty(capacity_rows, **i32),
+        pair_output_R=torch.empty(capacity_rows, **i32),
+    )
+    if int(fault_F[0]):
+        return plan
+    ids_WTK = torch.full((W, T_max, K), shapes.NO_EXPERT, dtype=torch.int64, device=device)
+    for src in range(W):
+        T = int(header.peers[src][shapes.HEADER_T])
+        ids_WTK[src, :T] = ids.peers[src][:T].to(device, torch.int64)
+    invalid = (ids_WTK == shapes.INVALID_EXPERT).nonzero()
+    owner_WTK = torch.where(ids_WTK >= 0, ids_WTK // L, -1)
+    plan.rank_rows_W.copy_(torch.bincount(owner_WTK[owner_WTK >= 0], minlength=W))
+    most = int(plan.rank_rows_W.max())
+    if len(invalid):
+        _set_fault(fault_F, shapes.FAULT_INVALID_ID, *invalid[0].tolist())
+    elif most > capacity_rows:
+        full_rank = int((plan.rank_rows_W == most).nonzero()[0])
+        _set_fault(fault_F, shapes.FAULT_OVERFLOW, full_rank, most, capacity_rows)
+    if int(fault_F[0]):
+        return plan
+
+    # Routes of this rank in (source rank, token, k) order; a stable sort by expert gives the rows.
+    slot_Q = (owner_WTK.flatten() == rank).nonzero().flatten()
+    expert_Q = ids_WTK.flatten()[slot_Q] - rank * L
+    num_rows = len(slot_Q)
+    plan.row_start_P[1:] = torch.bincount(expert_Q, minlength=L).cumsum(0)
+    order_R = torch.argsort(expert_Q, stable=True)
+    plan.row_to_slot_R[:num_rows] = slot_Q[order_R].int()
+    row_Q = torch.empty_like(slot_Q)
+    row_Q[order_R] = torch.arange(num_rows, device=device)
+    plan.pair_rows_R[:num_rows] = row_Q.int()
+
+    token_Q = slot_Q // K
+    first_Q = torch.ones(num_rows, dtype=torch.bool, device=device)
+    first_Q[1:] = token_Q[1:] != token_Q[:-1]
+    start_pairs = first_Q.nonzero().flatten()
+    visits_WTW = torch.stack([(owner_WTK == w).any(dim=2) for w in range(rank)] or [owner_WTK[..., 0] != owner_WTK[..., 0]], 2)
+    below = visits_WTW.sum(dim=2).flatten()[token_Q[start_pairs]]
+    plan.num_pairs_1.fill_(len(start_pairs))
+    plan.pair_start_R[: len(start_pairs)] = start_pairs.int()
+    plan.pair_output_R[: len(start_pairs)] = (token_Q[start_pairs] * min(K, W) + below).int()
+    return plan
+
+
+# ---- the device-side slot planner -----------------------------------------------------------------------------------
+
+
+def _full_bytes(rows: Tensor, g: Geometry) -> Tensor:
+    """Bytes that a layer with this many rows takes in a slot when x_RD and h1 are kept."""
+    raw = (rows + 1) * (2 * g.hidden_dim + 4 * g.intermediate_dim)
+    return (raw + 127) // 128 * 128
+
+
+def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
+    """Walk the scratch regions down from the end of the buffer, each at a multiple of its pitch."""
+    end = g.total_bytes
+    pitches = {
+        shapes.PLACE_XR: 2 * g.hidden_dim,
+        shapes.PLACE_H1: 4 * g.intermediate_dim,
+        shapes.PLACE_H2: 2 * g.intermediate_dim,
+    }
+    if g.training:
+        pitches[shapes.PLACE_H3] = 2 * g.hidden_dim
+    for word, pitch in pitches.items():
+        start = (end - rows * pitch) // pitch
+        end = start * pitch
+        if not (kept and word in (shapes.PLACE_XR, shapes.PLACE_H1)):
+            place[word] = start
+    if not g.training:
+        place[shapes.PLACE_H3] = place[shapes.PLACE_XR]
+
+
+def plan_forward(rank_rows_W, *, rank, slot, depth, save, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F):
+    """Decide what a forward keeps in its activation slot and where its rows lie; the same decision on every rank.
+
+    A layer keeps x_RD and h1 if on no rank they push the slot's remaining layers below the room for their x.
+    """
+    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = 0, 1
+    if int(fault_F[0]):
+        return
+    g, rows, kept = geometry, int(rank_rows_W[rank]), False
+    if save:
+        layer = int(slot_layers_N[slot])
+        if layer >= depth:
+            _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, depth)
+            return
+        used = int(slot_used_NW[slot, rank])
+        full_W = _full_bytes(rank_rows_W, g)
+        kept = int((slot_used_NW[slot] + full_W).max()) + (depth - 1 - layer) * g.x_bytes <= g.slot_bytes
+        start = slot * g.slot_bytes + used
+        if kept:
+            x_row = cdiv(start, 2 * g.hidden_dim)
+            place[shapes.PLACE_XR] = x_row
+            place[shapes.PLACE_H1] = cdiv((x_row + rows) * 2 * g.hidden_dim, 4 * g.intermediate_dim)
+            slot_used_NW[slot] += full_W
+        else:
+            place[shapes.PLACE_X] = start // 2
+            slot_used_NW[slot] += g.x_bytes
+        slot_layers_N[slot] += 1
+        place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = int(kept), int(kept)
+        place[shapes.PLACE_SLOT], place[shapes.PLACE_LAYER] = slot, layer
+        place[shapes.PLACE_EPOCH] = int(call_1[0]) >> shapes.EPOCH_SHIFT
+    _place_scratch(place, g, rows, kept)
+
+
+def plan_backward(saved_place, rank_rows_W, *, rank, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F):
+    """Give a layer's room in its slot back and say where backward finds and makes its rows."""
+    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = 0, 1
+    if int(fault_F[0]):
+        return
+    g, rows = geometry, int(rank_rows_W[rank])
+    kept, slot, layer, epoch = saved_place[: shapes.PLACE_EPOCH + 1].tolist()
+    newest = int(slot_layers_N[slot]) - 1
+    if layer != newest or epoch != int(call_1[0]) >> shapes.EPOCH_SHIFT:
+        _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, newest)
+        return
+    slot_layers_N[slot] -= 1
+    slot_used_NW[slot] -= _full_bytes(rank_rows_W, g) if kept else g.x_bytes
+    place[: shapes.PLACE_H1 + 1] = saved_place[: shapes.PLACE_H1 + 1]
+    place[shapes.PLACE_SKIP] = kept
+    _place_scratch(place, g, rows, bool(kept))
+
+
+def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1):
+    """Copy num_rows * width BF16 elements between two places given by device offsets (elements)."""
+    if _stopped(stop_1):
+        return
+    n, s, d = num_rows * width, int(src_offset_1[0]), int(dst_offset_1[0])
+    dst.view(-1)[d : d + n] = src.view(-1)[s : s + n]
+
+
+# ---- the experts -----------------------------------------------------------------------------------------------------
+
+
+def _rows(view_XC: Tensor, start_1: Tensor, row_start_P: Tensor) -> Tensor:
+    start = int(start_1[0])
+    return view_XC[start : start + int(row_start_P[-1])]
+
+
+def _experts(row_start_P: Tensor):
+    """(expert, rows of it) for every local expert, rows relative to the stage's first."""
+    starts = row_start_P.tolist()
+    return ((e, slice(a, b)) for e, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)))
+
+
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
+    """Pull the rows routed to this rank into expert-major order, with their scores; the same bits in both schemes."""
+    if _stopped(stop_1):
+        return
+    rows = _rows(rows_XD, start_1, plan.row_start_P)
+    T_max, K = scores.own.shape
+    slot = plan.row_to_slot_R[: len(rows)].long()
+    token, k = slot // K, slot % K
+    src, t = token // T_max, token % T_max
+    for peer in range(len(tokens.peers)):
+        here = (src == peer).nonzero().flatten()
+        row_scores = scores.peers[peer][t[here], k[here]].to(rows.device)
+        row_scores_R[here] = row_scores
+        dead = (row_scores == 0) & torch.signbit(row_scores)
+        rows[here] = torch.where(dead[:, None], 0.0, tokens.peers[peer][half, t[here]].to(rows.device)).to(rows.dtype)
+
+
+def grouped_gemm(a_XK, a_start_1, w_LNK, out_XN, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None):
+    """out[r] = bf16(a[r] @ w[e].T) for the rows r of each local expert e."""
+    if _stopped(stop_1):
+        return
+    a, out = _rows(a_XK, a_start_1, row_start_P), _rows(out_XN, out_start_1, row_start_P)
+    for e, rows in _experts(row_start_P):
+        out[rows] = (a[rows].float() @ w_LNK[e].float().T).to(out.dtype)
+
+
+def grouped_gemm_dgrad(dy_XN, dy_start_1, w_LNK, out_XK, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None):
+    """out[r] = bf16(dy[r] @ w[e])."""
+    if _stopped(stop_1):
+        return
+    dy, out = _rows(dy_XN, dy_start_1, row_start_P), _rows(out_XK, out_start_1, row_start_P)
+    for e, rows in _experts(row_start_P):
+        out[rows] = (dy[rows].float() @ w_LNK[e].float()).to(out.dtype)
+
+
+def grouped_gemm_wgrad(dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, out_LNK, *, accumulate, stop_1, num_sms=None):
+    """out[e] = dy_e.T @ x_e, rounded once; added in FP32 to what is there when accumulating."""
+    if _stopped(stop_1):
+        return
+    dy, x = _rows(dy_XN, dy_start_1, row_start_P), _rows(x_XK, x_start_1, row_start_P)
+    for e, rows in _experts(row_start_P):
+        grad_NK = dy[rows].float().T @ x[rows].float()
+        if accumulate:
+            if rows.start < rows.stop:
+                out_LNK[e] = (out_LNK[e].float() + grad_NK).to(out_LNK.dtype)
+        else:
+            out_LNK[e] = grad_NK.to(out_LNK.dtype)
+
+
+def _gate_up(h1: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """Clamped gate, the factor that multiplies it (up or up + 1), and sigmoid, all FP32."""
+    gate, up = h1.float().chunk(2, dim=1)
+    if not activation.clamped:
+        return gate, up, 1.0 / (1.0 + torch.exp(-gate))
+    gate = torch.where(gate > activation.limit, activation.limit, gate)
+    up = torch.where(up > activation.limit, activation.limit, torch.where(up < -activation.limit, -activation.limit, up))
+    return gate, up + 1.0, 1.0 / (1.0 + torch.exp(-(activation.alpha * gate)))
+
+
+def activate(h1: Tensor, activation: Activation) -> Tensor:
+    """h2 = bf16(act(gate, up)) of rows [.., 2F]: gate * sigmoid * up, in this order."""
+    gate, up, sig = _gate_up(h1, activation)
+    return (gate * sig * up).to(torch.bfloat16)
+
+
+def activate_backward(h1: Tensor, d_h2: Tensor, activation: Activation) -> Tensor:
+    """bf16 [dgate | dup] for an FP32 gradient of h2. At exactly a limit the gradient passes."""
+    gate, up, sig = _gate_up(h1, activation)
+    if activation.clamped:
+        d_gate = d_h2 * up * (sig + activation.alpha * gate * sig * (1.0 - sig))
+        raw_gate, raw_up = h1.float().chunk(2, dim=1)
+        d_gate = torch.where(raw_gate > activation.limit, 0.0, d_gate)
+        d_up = torch.where(raw_up.abs() > activation.limit, 0.0, d_h2 * gate * sig)
+    else:
+        d_gate = d_h2 * up * sig * (1.0 + gate - gate * sig)
+        d_up = d_h2 * gate * sig
+    return torch.cat([d_gate, d_up], dim=1).to(torch.bfloat16)
+
+
+def swiglu(h1_X2F, h1_start_1, h2_XF, h2_start_1, row_start_P, *, activation, stop_1, num_sms=None):
+    """h2 = bf16(act(h1)); gate is the first half of a row of h1."""
+    if not _stopped(stop_1):
+        _rows(h2_XF, h2_start_1, row_start_P).copy_(activate(_rows(h1_X2F, h1_start_1, row_start_P), activation))
+
+
+def swiglu_backward(
+    h1_X2F, h1_start_1, g2_XF, g2_start_1, row_scores_R, score_grads_R, row_start_P, *, activation, stop_1, num_sms=None
+):
+    """From g2 = dy @ W2 (unscaled): the score gradient <g2, h2>, grad_h1 over h1, and score * h2 over g2, all in place.
+
+    The score gradient needs no output of W2, so that neither it nor h2 is saved (the idea is SonicMoE's).
+    """
+    if _stopped(stop_1):
+        return
+    h1, g2 = _rows(h1_X2F, h1_start_1, row_start_P), _rows(g2_XF, g2_start_1, row_start_P)
+    score = row_scores_R[: len(h1), None]
+    h2 = activate(h1, activation).float()
+    grad_h2 = g2.float()
+    score_grads_R[: len(h1)] = (grad_h2 * h2).sum(dim=1)
+    h1.copy_(activate_backward(h1, score * grad_h2, activation))
+    g2.copy_((score * h2).to(torch.bfloat16))
+
+
+# ---- combine, reduce -------------------------------------------------------------------------------------------------
+
+
+def combine(
+    plan, rows_XD, start_1, *, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, stop_1, num_sms=None
+):
+    """Push the rows back to their owners: each route into outputs[t, k], or, de-duplicated, one sum a (token, rank).
+
+    The sum of a pair runs in slot order in FP32, each row times its score when `row_scores_R` is given. Backward also
+    pushes the score gradients.
+    """
+    if _stopped(stop_1):
+        return
+    rows = _rows(rows_XD, start_1, plan.row_start_P)
+    (T_max, J, D), R, W = outputs.own.shape, len(rows), len(outputs.peers)
+    slot = plan.row_to_slot_R[:R].long()
+    if dedup:
+        num_pairs = int(plan.num_pairs_1[0])
+        start = plan.pair_start_R[:num_pairs].long()
+        count = torch.diff(start, append=torch.tensor([R], device=start.device))
+        pushed = torch.zeros(num_pairs, D, dtype=torch.float32, device=rows.device)
+        for i in range(int(count.max()) if num_pairs else 0):
+            more = (count > i).nonzero().flatten()
+            row = plan.pair_rows_R[start[more] + i].long()
+            term = rows[row].float()
+            pushed[more] += term if row_scores_R is None else row_scores_R[row, None] * term
+        pushed, target = pushed.to(rows.dtype), plan.pair_output_R[:num_pairs].long()
+    else:
+        pushed, target = rows, slot
+    _scatter(pushed, target, [peer.view(-1, D) for peer in outputs.peers], T_max * J)
+    if score_grads is not None:
+        flat = [peer.view(-1) for peer in score_grads.peers]
+        _scatter(row_score_grads_R[:R], slot, flat, flat[0].shape[0])
+
+
+def _scatter(rows: Tensor, target: Tensor, peers: list[Tensor], stride: int) -> None:
+    """peers[target // stride][target % stride] = rows."""
+    for w, peer in enumerate(peers):
+        here = (target // stride == w).nonzero().flatten()
+        peer[target[here] % stride] = rows[here].to(peer.device)
+
+
+def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1):
+    """Add what the expert ranks pushed for each own token, in slot order (de-duplicated: in rank order), in FP32.
+
+    `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read.
+    """
+    if _stopped(stop_1):
+        return
+    T = out_TD.shape[0]
+    L = num_experts // len(outputs.peers)
+    ids_TK = ids.own[:T].to(torch.int64)
+    acc = torch.zeros(out_TD.shape, dtype=torch.float32, device=out_TD.device)
+    if dedup:
+        owner = torch.where(ids_TK >= 0, ids_TK // L, -1)
+        visits = torch.stack([(owner == w).any(dim=1) for w in range(len(outputs.peers))]).sum(dim=0)
+    for j in range(outputs.own.shape[1]):
+        used = j < visits if dedup else ids_TK[:, j] >= 0
+        term = outputs.own[:T, j].float()
+        if scores is not None and not dedup:
+            term = scores.own[:T, j, None] * term
+        acc += torch.where(used[:, None], term, 0.0)
+    out_TD.copy_(acc.to(out_TD.dtype))
+
+
+def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):
+    """Score gradient of every slot: that of its expert's first slot in the token; 0 without expert."""
+    if _stopped(stop_1):
+        return
+    T, K = ids_TK.shape
+    ids = ids_TK.to(torch.int64)
+    first = (ids[:, :, None] == ids[:, None, :]).int().argmax(dim=2)
+    grads = torch.gather(score_grads.own[:T], 1, first)
+    out_TK.copy_(torch.where((ids >= 0) & (ids < num_experts), grads, 0.0).to(out_TK.dtype))
+
+
+def finish(fault_F, host_fault_F, outs):
+    """Last launch of a direction: on a fault, NaN into every returned tensor and the record into the host's copy."""
+    if int(fault_F[0]):
+        for out in outs:
+            out.fill_(float("nan"))
+        host_fault_F.copy_(fault_F)
+
+
+# ---- the whole layer, densely ----------------------------------------------------------------------------------------
+
+
+def dense_moe(x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF, activation=Activation()) -> Tensor:
+    """The layer on one device over all experts, by autograd-able PyTorch, independent of the ops above.
+
+    h1, h2 and h3 are rounded to BF16 as in the path; scores and the sum over k are FP32. A negative id contributes nothing.
+    """
+    out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    for e in range(w13_E2FD.shape[0]):
+        t, k = (ids_TK == e).nonzero(as_tuple=True)
+        h1 = (x_TD[t].float() @ w13_E2FD[e].float().T).to(torch.bfloat16).float()
+        gate, up = h1.chunk(2, dim=1)
+        if activation.clamped:
+            gate = gate.clamp(max=activation.limit)
+            up = up.clamp(-activation.limit, activation.limit) + 1.0
+            h2 = gate * torch.sigmoid(activation.alpha * gate) * up
+        else:
+            h2 = gate * torch.sigmoid(gate) * up
+        h3 = (h2.to(torch.bfloat16).float() @ w2_EDF[e].float().T).to(torch.bfloat16).float()
+        out = out.index_add(0, t, scores_TK[t, k].float()[:, None] * h3)
+    return out.to(x_TD.dtype)
