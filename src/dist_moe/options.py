@@ -1,0 +1,188 @@
+"""What one call of routed_experts may ask for beyond the plain path, checked when it is written down."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import as_bool, as_float
+
+FUSED_RMSNORM_AVAILABLE = False  # the fused kernel is not in this release; flips when kernels_triton gains it
+
+
+@dataclass(frozen=True)
+class RMSNormPostprocess:
+    """RMSNorm of every route's expert output, before the scores are applied. Checked by routed_experts, not here.
+
+    Args:    norm_output_dtype: of the normalised rows.  output_dtype: of the layer's output, that of x.
+             require_bitwise: keep the operation order of the unfused norm; False takes the faster kernel.
+             weight, gain_center: gain bf16(weight + gain_center) on the expert output before the norm, inference only.
+             use_kahan: compensated sum of squares.  recompute_rstd: do not save 1/rms for backward.
+             observe_expert_output_fn(output), observe_expert_output_grad_fn(output, grad): eager only.
+    """
+
+    eps: float
+    norm_output_dtype: torch.dtype
+    output_dtype: torch.dtype
+    require_bitwise: bool = True
+    weight: Tensor | None = None
+    gain_center: float = 0.0
+    use_kahan: bool = False
+    observe_expert_output_fn: Callable[[Tensor], Any] | None = None
+    observe_expert_output_grad_fn: Callable[[Tensor, Tensor], Any] | None = None
+    recompute_rstd: bool = False
+
+    @property
+    def has_observer(self) -> bool:
+        return self.observe_expert_output_fn is not None or self.observe_expert_output_grad_fn is not None
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Options of one call.
+
+    Args:    inplace_wgrad_accum: backward adds into the owners' existing .grad.
+             wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is.
+             weights_preprocess_fn(weight) -> bf16 weight, run again in backward.
+             experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D].
+             wgrad_postprocess_fn(name, grad) -> grad or None, name "w2" or "w13".
+             swiglu_clip_stats_out_3: fp32 [3], overwritten with the clip counts. It may lie on any device here; that
+             it lies on x's is checked by the call, because only the call knows x (and a CPU call needs a CPU tensor).
+             swiglu_clip_limit: the limit that is counted.
+             wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate).
+    Raises:  TypeError, ValueError.
+    """
+
+    inplace_wgrad_accum: bool = False
+    wgrad_parameter_owners: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
+    weights_preprocess_fn: Callable[[Tensor], Tensor] | None = None
+    experts_output_postprocess: Callable[[Tensor], Tensor] | RMSNormPostprocess | None = None
+    wgrad_postprocess_fn: Callable[[str, Tensor], Tensor | None] | None = None
+    swiglu_clip_stats_out_3: Tensor | None = None
+    swiglu_clip_limit: float = 7.0
+    wgrad_destination_fn: Callable[..., tuple[Tensor, bool]] | None = None
+
+    def __post_init__(self):
+        where = "ExecutionOptions"
+        as_bool(where, "inplace_wgrad_accum", self.inplace_wgrad_accum)
+        self._check_owners()
+        _check_callable("weights_preprocess_fn", self.weights_preprocess_fn)
+        post = self.experts_output_postprocess
+        if post is not None and not isinstance(post, RMSNormPostprocess) and not callable(post):
+            raise ValueError(
+                f"{where}: experts_output_postprocess must be a callable, an RMSNormPostprocess or None, got {post!r}"
+            )
+        _check_callable("wgrad_postprocess_fn", self.wgrad_postprocess_fn)
+        if self.inplace_wgrad_accum and self.wgrad_postprocess_fn is not None:
+            raise ValueError(
+                f"{where}: wgrad_postprocess_fn needs a gradient of its own, got inplace_wgrad_accum=True; drop one"
+            )
+        self._check_clip_stats()
+        self._check_destination()
+
+    @property
+    def requires_eager(self) -> bool:
+        """Whether the call runs Python of the caller's, which no trace or graph can hold."""
+        post = self.experts_output_postprocess
+        if isinstance(post, RMSNormPostprocess):
+            runs_post = post.has_observer
+        else:
+            runs_post = post is not None
+        hooks = (self.weights_preprocess_fn, self.wgrad_postprocess_fn, self.wgrad_destination_fn)
+        return runs_post or any(hook is not None for hook in hooks)
+
+    def _check_owners(self):
+        owners = self.wgrad_parameter_owners
+        if owners is None:
+            return
+        if not self.inplace_wgrad_accum:
+            raise ValueError("ExecutionOptions: wgrad_parameter_owners requires inplace_wgrad_accum=True")
+        if not (isinstance(owners, tuple) and len(owners) == 2 and all(isinstance(t, Tensor) for t in owners)):
+            got = [type(t).__name__ for t in owners] if isinstance(owners, tuple) else type(owners).__name__
+            raise TypeError(
+                f"ExecutionOptions: wgrad_parameter_owners must be a tuple of two tensors, W13's and W2's, got {got}"
+            )
+
+    def _check_clip_stats(self):
+        name, stats = "ExecutionOptions: swiglu_clip_stats_out_3", self.swiglu_clip_stats_out_3
+        if stats is not None:
+            if not isinstance(stats, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(stats).__name__}")
+            if stats.dtype is not torch.float32:
+                raise TypeError(f"{name} must be float32, got {stats.dtype}")
+            if stats.shape != (3,) or not stats.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous of shape [3], got shape {list(stats.shape)}, strides {stats.stride()}"
+                )
+        limit = as_float("ExecutionOptions", "swiglu_clip_limit", self.swiglu_clip_limit)
+        if not math.isfinite(limit):
+            raise ValueError(f"ExecutionOptions: swiglu_clip_limit must be finite, got {limit}")
+        object.__setattr__(self, "swiglu_clip_limit", limit)
+
+    def _check_destination(self):
+        _check_callable("wgrad_destination_fn", self.wgrad_destination_fn)
+        if self.wgrad_destination_fn is None:
+            return
+        for name in ("inplace_wgrad_accum", "wgrad_postprocess_fn"):
+            if _is_requested(getattr(self, name)):
+                raise ValueError(f"ExecutionOptions: wgrad_destination_fn cannot be combined with {name}; drop one")
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"ExecutionOptions: {name} must be callable or None, got {value!r}")
+
+
+def _is_requested(value: Any) -> bool:
+    return value is not None and value is not False  # by identity: tensors and callables have truth values of their own
+
+
+def unsupported_features(options: ExecutionOptions) -> list[str]:
+    """Names of the fields that ask for something which this release checks but does not execute yet."""
+    names = (
+        "inplace_wgrad_accum",
+        "weights_preprocess_fn",
+        "experts_output_postprocess",
+        "wgrad_postprocess_fn",
+        "swiglu_clip_stats_out_3",
+        "wgrad_destination_fn",
+    )
+    return [name for name in names if _is_requested(getattr(options, name))]
+
+
+def satisfies_rmsnorm_contract(
+    *, input_dtype: Any, score_dtype: Any, norm_output_dtype: Any, output_dtype: Any, topk: Any, dim: Any
+) -> bool:
+    """Whether dtypes and sizes are those of the fused RMSNorm: bf16 rows and output, fp32 scores and norm."""
+    dtypes = (input_dtype, score_dtype, norm_output_dtype, output_dtype)
+    if dtypes != (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16):
+        return False
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in (topk, dim)):
+        return False
+    return topk in (2, 8) and 256 <= dim <= 16384 and dim % 128 == 0
+
+
+def supports_fused_post_expert_rmsnorm(
+    *,
+    input_dtype: torch.dtype,
+    score_dtype: torch.dtype,
+    norm_output_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    topk: int,
+    dim: int,
+) -> bool:
+    """Whether RMSNormPostprocess can run fused for these dtypes and sizes. Never raises.
+
+    False for everything today: the fused kernel is not in this release (FUSED_RMSNORM_AVAILABLE).
+    """
+    return FUSED_RMSNORM_AVAILABLE and satisfies_rmsnorm_contract(
+        input_dtype=input_dtype,
+        score_dtype=score_dtype,
+        norm_output_dtype=norm_output_dtype,
+        output_dtype=output_dtype,
+        topk=topk,
+        dim=dim,
+    )
