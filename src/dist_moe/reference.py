@@ -53,12 +53,28 @@ def resolve_routes(ids_TK: Tensor, scores_TK: Tensor, num_experts: int) -> tuple
 
 
 def publish(
-    x_TD, ids_TK, scores_TK, *, half, check_finite, kind, config_hash, num_experts, call_1, tokens, header, ids, scores, stop_1
+    x_TD,
+    ids_TK,
+    scores_TK,
+    *,
+    half,
+    check_TD,
+    check_skip_1,
+    kind,
+    config_hash,
+    num_experts,
+    call_1,
+    tokens,
+    header,
+    ids,
+    scores,
+    stop_1,
 ):
     """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
 
-    With `check_finite`, a slot with an expert and a score of 0 gets -0.0 where its x row is not finite: its row is
-    dispatched as zeros, so that 0 * NaN reaches no sum.
+    A slot with an expert and a score of 0 gets -0.0 where the token's row of `check_TD` is not finite: its x is
+    dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
+    restored one); nothing is checked where the device word `check_skip_1` is not 0.
     """
     if _stopped(stop_1):
         return
@@ -66,8 +82,8 @@ def publish(
     call_1 += 1
     tokens.own[half, :T] = x_TD
     own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
-    if check_finite:
-        broken_T1 = ~torch.isfinite(x_TD).all(dim=1, keepdim=True)
+    if not _stopped(check_skip_1):
+        broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
         own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
     ids.own[:T], scores.own[:T] = own_ids, own_scores
     words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
@@ -276,7 +292,10 @@ def _experts(row_start_P: Tensor):
 
 
 def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
-    """Pull the rows routed to this rank into expert-major order, with their scores; the same bits in both schemes."""
+    """Pull the rows routed to this rank into expert-major order, with their scores; the same bits in both schemes.
+
+    Half 0 is x: a row whose score is -0.0 comes as zeros. Half 1 is dy, which comes as it is.
+    """
     if _stopped(stop_1):
         return
     rows = _rows(rows_XD, start_1, plan.row_start_P)
@@ -288,7 +307,7 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
         here = (src == peer).nonzero().flatten()
         row_scores = scores.peers[peer][t[here], k[here]].to(rows.device)
         row_scores_R[here] = row_scores
-        dead = (row_scores == 0) & torch.signbit(row_scores)
+        dead = (row_scores == 0) & torch.signbit(row_scores) & (half == 0)
         rows[here] = torch.where(dead[:, None], 0.0, tokens.peers[peer][half, t[here]].to(rows.device)).to(rows.dtype)
 
 
