@@ -1,0 +1,358 @@
+"""The path: every stage of forward, then of backward, top to bottom.
+
+A stage runs for all local ranks before the next stage begins: a process group has one local rank, a virtual World all
+of them. What crosses ranks, and why it is safe:
+
+    forward   publish -> PUBLISHED -> verify, route -> dispatch (pull x) -> W13 -> SwiGLU -> W2 -> combine (push) -> COMBINED -> reduce
+    backward  publish -> PUBLISHED -> verify -> dispatch (pull dy) -> experts -> combine (push dx, dscore) -> COMBINED -> reduce
+
+PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
+come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
+pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .route_plan import RoutePlan
+from .shapes import Activation, Geometry
+from .symm import Region
+
+
+@dataclass(frozen=True)
+class Path:
+    """What all calls of a Context share; the same on every rank."""
+
+    ops: SimpleNamespace
+    hidden_dim: int
+    intermediate_dim: int
+    num_tokens_max: int
+    num_experts: int
+    capacity_rows: int
+    dedup: bool
+    activation: Activation
+    geometry: Geometry
+    config_hash: int
+    timeout_ns: int
+    exchanges: bool  # False: peers are emulated by this rank's own memory and nobody waits
+    num_sms: int | None
+    preset: str | None
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """One rank that lives in this process: its regions, its activation buffer and its device words."""
+
+    rank: int
+    regions: dict[str, Region]
+    buffer: Tensor  # uint8, slots and scratch
+    slot_used_NW: Tensor
+    slot_layers_N: Tensor
+    fault_F: Tensor
+    host_fault_F: Tensor  # pinned on a GPU
+    sent_S: Tensor
+    call_1: Tensor
+    zero_1: Tensor
+
+    def __getattr__(self, name: str) -> Region:
+        try:
+            return self.regions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def stop_1(self) -> Tensor:
+        """The device word under which ops leave: the fault."""
+        return self.fault_F[:1]
+
+    def rows_of(self, width: int) -> Tensor:
+        """The whole activation buffer as bf16 rows of this width."""
+        num_rows = self.buffer.numel() // (2 * width)
+        return self.buffer[: num_rows * 2 * width].view(torch.bfloat16).view(num_rows, width)
+
+    @property
+    def elements(self) -> Tensor:
+        return self.buffer[: self.buffer.numel() // 2 * 2].view(torch.bfloat16)
+
+
+@dataclass
+class ForwardCall:
+    """One rank's forward: what it passes, and what the stages make of it."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    scores_TK: Tensor
+    w13_L2FD: Tensor
+    w2_LDF: Tensor
+    out_TD: Tensor
+    save: bool = False
+    slot: int = 0
+    depth: int = 1
+    plan: RoutePlan | None = None
+    place: Tensor = field(default=None)
+
+
+@dataclass
+class BackwardCall:
+    """One rank's backward. A weight gradient of None is not wanted."""
+
+    grad_out_TD: Tensor
+    ids_TK: Tensor
+    scores_TK: Tensor
+    w13_L2FD: Tensor
+    w2_LDF: Tensor
+    plan: RoutePlan
+    saved_place: Tensor
+    grad_x_TD: Tensor
+    grad_scores_TK: Tensor
+    grad_w13_L2FD: Tensor | None
+    grad_w2_LDF: Tensor | None
+    place: Tensor = field(default=None)
+
+
+def _at(place: Tensor, word: int) -> Tensor:
+    return place[word : word + 1]
+
+
+def _new_place(r: LocalRank) -> Tensor:
+    return torch.zeros(shapes.PLACE_WORDS, dtype=torch.int64, device=r.buffer.device)
+
+
+def _row_floats(path: Path, r: LocalRank) -> Tensor:
+    return torch.empty(path.capacity_rows, dtype=torch.float32, device=r.buffer.device)
+
+
+def _exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
+    """Every rank tells its peers that it is here, then waits for them. Two launches: none both signals and waits."""
+    if not path.exchanges:
+        return
+    for r in ranks:
+        signal(path, r, stage)
+    for r in ranks:
+        wait(path, r, stage)
+
+
+def signal(path: Path, r: LocalRank, stage: int) -> None:
+    path.ops.signal(
+        stage=stage, rank=r.rank, signals=r.signals, sent_S=r.sent_S, header=r.header, fault_F=r.fault_F
+    )
+
+
+def wait(path: Path, r: LocalRank, stage: int) -> None:
+    path.ops.wait(
+        stage=stage, rank=r.rank, timeout_ns=path.timeout_ns, signals=r.signals, sent_S=r.sent_S, fault_F=r.fault_F
+    )
+
+
+def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tensor, **how) -> None:
+    path.ops.publish(
+        x_TD,
+        c.ids_TK,
+        c.scores_TK,
+        config_hash=path.config_hash,
+        num_experts=path.num_experts,
+        call_1=r.call_1,
+        tokens=r.tokens,
+        header=r.header,
+        ids=r.ids,
+        scores=r.scores,
+        stop_1=r.stop_1,
+        **how,
+    )
+
+
+def _dispatch(path: Path, r: LocalRank, plan: RoutePlan, half: int, start_1: Tensor, row_scores_R: Tensor, stop_1):
+    path.ops.dispatch(
+        plan,
+        tokens=r.tokens,
+        half=half,
+        scores=r.scores,
+        dedup=path.dedup,
+        rows_XD=r.rows_of(path.hidden_dim),
+        start_1=start_1,
+        row_scores_R=row_scores_R,
+        stop_1=stop_1,
+    )
+
+
+def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, place: Tensor, stop_1: Tensor) -> None:
+    path.ops.grouped_gemm(
+        r.rows_of(path.hidden_dim),
+        _at(place, shapes.PLACE_XR),
+        w13_L2FD,
+        r.rows_of(2 * path.intermediate_dim),
+        _at(place, shapes.PLACE_H1),
+        plan.row_start_P,
+        stop_1=stop_1,
+        preset=path.preset,
+        num_sms=path.num_sms,
+    )
+
+
+def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> None:
+    """Run one forward of all local ranks; fills out_TD, plan and place of every call."""
+    ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
+    both = list(zip(ranks, calls, strict=True))
+
+    for r, c in both:
+        kind = shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD
+        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind)
+    _exchange(path, ranks, shapes.PUBLISHED)
+    for r, c in both:
+        ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
+        c.plan = ops.route(
+            ids=r.ids,
+            header=r.header,
+            rank=r.rank,
+            num_experts=path.num_experts,
+            capacity_rows=path.capacity_rows,
+            fault_F=r.fault_F,
+        )
+        c.place = _new_place(r)
+        ops.plan_forward(
+            c.plan.rank_rows_W,
+            rank=r.rank,
+            slot=c.slot,
+            depth=c.depth,
+            save=c.save,
+            geometry=path.geometry,
+            call_1=r.call_1,
+            slot_used_NW=r.slot_used_NW,
+            slot_layers_N=r.slot_layers_N,
+            place=c.place,
+            fault_F=r.fault_F,
+        )
+        if c.save:
+            skip = _at(c.place, shapes.PLACE_SKIP)
+            offset = _at(c.place, shapes.PLACE_X)
+            ops.copy_x(r.tokens.own, r.zero_1, r.elements, offset, c.x_TD.shape[0], D, stop_1=skip)
+
+    scores = [_row_floats(path, r) for r in ranks]
+    for (r, c), row_scores_R in zip(both, scores, strict=True):
+        _dispatch(path, r, c.plan, 0, _at(c.place, shapes.PLACE_XR), row_scores_R, r.stop_1)
+        _w13(path, r, c.w13_L2FD, c.plan, c.place, r.stop_1)
+        h2 = (r.rows_of(F), _at(c.place, shapes.PLACE_H2))
+        h3 = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
+        ops.swiglu(
+            r.rows_of(2 * F),
+            _at(c.place, shapes.PLACE_H1),
+            *h2,
+            c.plan.row_start_P,
+            activation=path.activation,
+            stop_1=r.stop_1,
+            num_sms=path.num_sms,
+        )
+        ops.grouped_gemm(
+            *h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, preset=path.preset, num_sms=path.num_sms
+        )
+        ops.combine(
+            c.plan,
+            *h3,
+            outputs=r.outputs,
+            dedup=path.dedup,
+            row_scores_R=row_scores_R if path.dedup else None,
+            row_score_grads_R=None,
+            score_grads=None,
+            stop_1=r.stop_1,
+            num_sms=path.num_sms,
+        )
+    _exchange(path, ranks, shapes.COMBINED)
+    for r, c in both:
+        _reduce(path, r, c.out_TD, scaled=not path.dedup)
+        ops.finish(r.fault_F, r.host_fault_F, [c.out_TD])
+
+
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool) -> None:
+    path.ops.reduce(
+        out_TD,
+        outputs=r.outputs,
+        ids=r.ids,
+        scores=r.scores if scaled else None,
+        dedup=path.dedup,
+        num_experts=path.num_experts,
+        rank=r.rank,
+        stop_1=r.stop_1,
+    )
+
+
+def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> None:
+    """Run one backward of all local ranks; fills the gradients of every call.
+
+    grad_h1 overwrites h1, score * h2 overwrites g2, and the x-gradient rows overwrite dy: each once its last reader is
+    done, which stream order gives.
+    """
+    ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
+    both = list(zip(ranks, calls, strict=True))
+
+    for r, c in both:
+        c.place = _new_place(r)
+        ops.plan_backward(
+            c.saved_place,
+            c.plan.rank_rows_W,
+            rank=r.rank,
+            geometry=path.geometry,
+            call_1=r.call_1,
+            slot_used_NW=r.slot_used_NW,
+            slot_layers_N=r.slot_layers_N,
+            place=c.place,
+            fault_F=r.fault_F,
+        )
+        skip, T = _at(c.place, shapes.PLACE_SKIP), c.grad_out_TD.shape[0]
+        ops.copy_x(r.elements, _at(c.place, shapes.PLACE_X), r.tokens.own, r.zero_1, T, D, stop_1=skip)
+        restored_TD = r.tokens.own[0, :T]
+        kind = shapes.KIND_BACKWARD
+        _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip, kind=kind)
+    _exchange(path, ranks, shapes.PUBLISHED)
+
+    for r, c in both:
+        ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
+        row_scores_R, row_score_grads_R = _row_floats(path, r), _row_floats(path, r)
+        skip, start_P = _at(c.place, shapes.PLACE_SKIP), c.plan.row_start_P
+        x = (r.rows_of(D), _at(c.place, shapes.PLACE_XR))
+        h1 = (r.rows_of(2 * F), _at(c.place, shapes.PLACE_H1))
+        g2 = (r.rows_of(F), _at(c.place, shapes.PLACE_H2))
+        dy = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
+        gemm = {"stop_1": r.stop_1, "num_sms": path.num_sms}
+
+        # Recomputation, where the slot kept x alone.
+        _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip)
+        _w13(path, r, c.w13_L2FD, c.plan, c.place, skip)
+
+        _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
+        ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, preset=path.preset, **gemm)
+        ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **gemm)
+        if c.grad_w2_LDF is not None:
+            ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **gemm)
+        ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, preset=path.preset, **gemm)
+        ops.combine(
+            c.plan,
+            *dy,
+            outputs=r.outputs,
+            dedup=path.dedup,
+            row_scores_R=None,
+            row_score_grads_R=row_score_grads_R,
+            score_grads=r.score_grads,
+            **gemm,
+        )
+        if path.exchanges:
+            signal(path, r, shapes.COMBINED)
+        # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
+        if c.grad_w13_L2FD is not None:
+            ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **gemm)
+    for r, c in both:
+        if path.exchanges:
+            wait(path, r, shapes.COMBINED)
+        _reduce(path, r, c.grad_x_TD, scaled=False)
+        ops.collect_score_grads(
+            c.grad_scores_TK,
+            c.ids_TK,
+            score_grads=r.score_grads,
+            num_experts=path.num_experts,
+            stop_1=r.stop_1,
+        )
+        grads = [c.grad_x_TD, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF]
+        ops.finish(r.fault_F, r.host_fault_F, [grad for grad in grads if grad is not None])

@@ -1,0 +1,170 @@
+"""Which implementation runs an op: one table op x backend x predicate, resolved once when a Context is made."""
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from types import SimpleNamespace
+
+import torch
+
+from .config import Config
+from .planner import dedup, plan_memory
+
+MIN_TRITON = (3, 6)
+MIN_COMPUTE_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a predicate may look at: metadata that is the same for every call of a Context."""
+
+    device: torch.device
+    compute_capability: tuple[int, int] | None
+    interpreting: bool  # TRITON_INTERPRET was set when triton was imported
+    by_name: bool  # the backend was named, not chosen
+
+
+@dataclass(frozen=True)
+class Impl:
+    op: str
+    backend: str
+    where: str  # "module:function", imported when first chosen
+    refuses: Callable[[Call], str | None]  # None: can run; otherwise the reason, in words
+
+
+@lru_cache(maxsize=1)
+def _triton_problem() -> str | None:
+    """Why no Triton kernel can run in this process, whatever the device."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    found = metadata.version("triton")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < MIN_TRITON:
+        return f"triton {found} is too old, {'.'.join(map(str, MIN_TRITON))} or newer is needed"
+    return None
+
+
+def needs_triton(call: Call) -> str | None:
+    if problem := _triton_problem():
+        return problem
+    if call.device.type == "cuda":
+        if call.compute_capability < MIN_COMPUTE_CAPABILITY:
+            return "GPUs before compute capability 9.0 (Hopper) are not supported, found {}.{}".format(
+                *call.compute_capability
+            )
+        return "TRITON_INTERPRET is set, kernels would not run on the GPU" if call.interpreting else None
+    return None if call.interpreting else "kernels run on a CPU only interpreted: set TRITON_INTERPRET=1"
+
+
+def cpu_or_by_name(call: Call) -> str | None:
+    return None if call.device.type == "cpu" or call.by_name else "slow on a GPU, it runs there only when named"
+
+
+# op: the file in kernels_triton that holds it. Order of the rows is order of preference.
+_TRITON_FILES = {
+    "publish": "publish",
+    "signal": "barrier",
+    "wait": "barrier",
+    "verify": "barrier",
+    "route": "route",
+    "plan_forward": "plan_slots",
+    "plan_backward": "plan_slots",
+    "copy_x": "copy_x",
+    "dispatch": "dispatch",
+    "grouped_gemm": "grouped_gemm",
+    "grouped_gemm_dgrad": "grouped_gemm",
+    "grouped_gemm_wgrad": "grouped_gemm",
+    "swiglu": "swiglu",
+    "swiglu_backward": "swiglu",
+    "combine": "combine",
+    "reduce": "combine",
+    "collect_score_grads": "combine",
+    "finish": "finish",
+}
+IMPLS = (
+    *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _TRITON_FILES.items()),
+    *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _TRITON_FILES),
+)
+OPS = tuple(_TRITON_FILES)
+BACKENDS = ("triton", "reference")
+
+
+def call_of(device: torch.device, backend: str | None) -> Call:
+    """The metadata that decides on a device; starts CUDA only for a CUDA device."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}, or None for the best that runs")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    return Call(device, capability, interpreting, by_name=backend is not None)
+
+
+def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[str]]:
+    """The first implementation that can run the op, with the reasons of those that were passed over.
+
+    Raises:  ValueError for an unknown op; RuntimeError, with every reason, when nothing (or not the backend asked for) runs.
+    """
+    rows = [impl for impl in IMPLS if impl.op == op]
+    if not rows:
+        raise ValueError(f"unknown op {op!r}; known are {', '.join(OPS)}")
+    reasons = []
+    for impl in rows:
+        if backend is not None and impl.backend != backend:
+            continue
+        reason = impl.refuses(call)
+        if reason is None:
+            return impl, reasons
+        reasons.append(f"{impl.backend}: {reason}")
+    asked = f"backend {backend!r}" if backend else "any backend"
+    raise RuntimeError(f"{op} cannot run on {call.device} with {asked}:\n  " + "\n  ".join(reasons))
+
+
+def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace:
+    """Every op as a function, by name, and `backends`: op -> the backend that was chosen."""
+    call = call_of(device, backend)
+    ops, backends = {}, {}
+    for op in OPS:
+        impl, _ = choose(op, call, backend)
+        module, function = impl.where.split(":")
+        ops[op] = getattr(importlib.import_module(module), function)
+        backends[op] = impl.backend
+    return SimpleNamespace(**ops, backends=backends)
+
+
+def default_device(device: torch.device | str | None = None) -> torch.device:
+    """The device of a Context: the one given, else the current GPU, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CUDA device or the CPU, got {device}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError("CUDA is not available here; pass device='cpu' to run on the CPU")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def explain(
+    config: Config, ep_size: int = 1, *, device: torch.device | str | None = None, backend: str | None = None
+) -> str:
+    """What would run for this Config on `ep_size` ranks and what it would allocate, in words. Not collective.
+
+    Args:    device: default the current GPU, else the CPU.  backend: as in create_context.
+    Raises:  ValueError, TypeError as plan_memory; RuntimeError as create_context when no backend runs.
+    """
+    device = default_device(device)
+    call = call_of(device, backend)
+    scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
+    lines = [plan_memory(config, ep_size).explain(), f"exchange: {scheme}", f"ops on {device}:"]
+    for op in OPS:
+        impl, reasons = choose(op, call, backend)
+        how = impl.backend + (" (interpreted)" if impl.backend == "triton" and call.interpreting else "")
+        lines.append(f"  {op}: {how}" + "".join(f"; not {reason}" for reason in reasons))
+    return "\n".join(lines)
+
+
