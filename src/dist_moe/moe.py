@@ -318,7 +318,8 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         dy = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
         gemm = {"stop_1": r.stop_1, "num_sms": path.num_sms}
 
-        # Recomputation, where the slot kept x alone.
+        # Recomputation, where the slot kept x alone; not after a fault of the exchange above.
+        torch.maximum(skip, r.stop_1, out=skip)
         _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip)
         _w13(path, r, c.w13_L2FD, c.plan, c.place, skip)
 

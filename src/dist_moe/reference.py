@@ -106,7 +106,10 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
 
 
 def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
-    """Wait until every rank has signalled this generation of `stage`; a missing or aborted peer becomes a fault."""
+    """Wait until every rank has signalled this generation of `stage`; a missing or aborted peer becomes a fault.
+
+    Only the abort of this very generation counts: a peer that is ahead has passed it, whatever it did later.
+    """
     target = int(sent_S[stage]) << 1
     deadline = time.perf_counter_ns() + timeout_ns
     for peer in range(signals.own.shape[1]):
@@ -114,7 +117,7 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
             if time.perf_counter_ns() > deadline:
                 _set_fault(fault_F, shapes.FAULT_TIMEOUT, peer, stage, target >> 1)
             time.sleep(_POLL_INTERVAL_S)
-        if int(fault_F[0]) == 0 and flag & 1:
+        if int(fault_F[0]) == 0 and flag == target | 1:
             _set_fault(fault_F, shapes.FAULT_ABORTED, peer, stage)
     fence()
 
