@@ -1,0 +1,18 @@
+"""The fault record on the device (words in shapes.py)."""
+
+import triton
+import triton.language as tl
+
+from dist_moe import shapes
+
+RANK_SHIFT = tl.constexpr(shapes.FAULT_RANK_SHIFT)
+
+
+@triton.jit
+def set_fault(fault_ptr, CODE: tl.constexpr, rank, a, b, c):
+    """Record a fault unless an earlier one is there; a, b and c are what the code's comment in shapes.py lists."""
+    word = CODE + (rank.to(tl.int64) << RANK_SHIFT)
+    if tl.atomic_cas(fault_ptr, tl.zeros_like(word), word) == 0:
+        tl.store(fault_ptr + 1, a)
+        tl.store(fault_ptr + 2, b)
+        tl.store(fault_ptr + 3, c)
