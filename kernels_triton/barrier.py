@@ -1,0 +1,161 @@
+"""Signals between ranks, waits with a deadline, and the check that all ranks make the same call.
+
+    signal   peers' signals[stage, rank] = 2 * generation + aborted, released at system scope
+    wait     until own signals[stage, w] >= 2 * generation for every w, acquired at system scope
+    verify   VERSION, CONFIG_HASH, CALL, KIND of every rank's header = rank 0's, and 0 <= T <= T_max
+
+Grids: signal and verify 1 program, wait one a rank. No launch both signals and waits, so a wait needs nothing of its
+own device that has not already run: ranks may share a device, and interpreted programs may run one after another.
+
+Order across ranks: what a rank's earlier launches wrote, to its own or a peer's regions, is complete when its signal
+starts; the release makes it visible to the peer whose wait acquires the flag, and to that peer's later launches. A flag
+has one writer (rank `rank` writes column `rank`) and only grows, so it is never reset and a late wait loses nothing. A
+rank can be at most one generation of a stage ahead: to go further it needs the flag of the next stage from all.
+Epochs (Context.reset) sit in the upper half of a generation: flags of an older epoch are too small for a wait.
+"""
+
+import triton
+import triton.language as tl
+
+from dist_moe import shapes
+
+from ._device import clock_ns, poll
+from ._fault import set_fault
+
+RESET = tl.constexpr(shapes.RESET)
+ABORT = tl.constexpr(shapes.HEADER_ABORT)
+T_WORD = tl.constexpr(shapes.HEADER_T)
+CODE_MASK = tl.constexpr((1 << shapes.FAULT_RANK_SHIFT) - 1)
+MISMATCH = tl.constexpr(shapes.FAULT_MISMATCH)
+ABORTED = tl.constexpr(shapes.FAULT_ABORTED)
+TIMEOUT = tl.constexpr(shapes.FAULT_TIMEOUT)
+
+
+@triton.jit(do_not_specialize=["rank", "W"])
+def _signal(
+    signals_table_ptr,  # [W] addresses of every rank's signals, int64 [3, W]
+    sent_ptr,  # [3] int64
+    header_ptr,  # [16] int64, this rank's
+    fault_ptr,  # [8] int64
+    rank,
+    W,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program; lane w releases the flag of peer w.
+
+    Example (W = 2, rank 1, stage COMBINED = 1, sent = [5, 4, 0]): sent becomes [5, 5, 0] and word 1 * 2 + 1 = 3 of
+    both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11.
+    """
+    code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
+    if code != 0:
+        tl.store(header_ptr + ABORT, code)
+    generation = tl.load(sent_ptr + STAGE) + 1
+    tl.debug_barrier()  # every lane has read `sent` before it changes, and the header is written before any release
+    tl.store(sent_ptr + STAGE, generation)
+    offs_w = tl.arange(0, BLOCK_W)
+    base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
+    flag_ptr_W = base_W.to(tl.pointer_type(tl.int64)) + (STAGE * W + rank)
+    flag = generation * 2 + (code != 0).to(tl.int64)
+    tl.atomic_xchg(flag_ptr_W, tl.zeros([BLOCK_W], tl.int64) + flag, mask=offs_w < W, sem="release", scope="sys")
+
+
+def signal(*, stage, rank, signals, sent_S, header, fault_F):
+    """Tell every peer that this rank reached `stage`. Arguments and result: reference.signal."""
+    W = len(signals.peers)
+    _signal[(1,)](
+        signals.table_W,
+        sent_S,
+        header.own,
+        fault_F,
+        rank,
+        W,
+        STAGE=stage,
+        BLOCK_W=triton.next_power_of_2(W),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["timeout_ns", "W"])
+def _wait(
+    signals_ptr,  # [3, W] int64, this rank's
+    sent_ptr,  # [3] int64
+    fault_ptr,  # [8] int64
+    timeout_ns,
+    W,
+    STAGE: tl.constexpr,
+):
+    """Program w waits for rank w; it leaves when its flag is there, at the deadline, or when a fault is set.
+
+    Programs that wait for peers which have come hold nobody up, so run one after another they end within one deadline
+    of the last peer that came: the first program to miss its peer sets the fault, and all others leave at once.
+
+    Example (W = 2, stage 1, sent = [5, 5, 0], target 10): flags [10, 8] pass rank 0 and time out on rank 1, fault words
+    TIMEOUT | 1 << 8, 1, 5; flags [10, 11] end with ABORTED | 1 << 8, 1.
+    """
+    w = tl.program_id(0)
+    target = tl.load(sent_ptr + STAGE) * 2
+    flag_ptr = signals_ptr + STAGE * W + w
+    start_ns = clock_ns()
+    waited_ns = start_ns - start_ns
+    # The fault word steers only and orders nothing: a volatile load. The flag is polled after the clock is read, so one
+    # that came in time is seen, however long this program was off the device.
+    fault = tl.load(fault_ptr, volatile=True)
+    flag = poll(flag_ptr)
+    while (flag < target) & (fault == 0) & (waited_ns <= timeout_ns):
+        waited_ns = clock_ns() - start_ns
+        fault = tl.load(fault_ptr, volatile=True)
+        flag = poll(flag_ptr)
+    if fault == 0:
+        if flag < target:
+            set_fault(fault_ptr, TIMEOUT, w, STAGE, target // 2, 0)
+        elif flag & 1 != 0:
+            set_fault(fault_ptr, ABORTED, w, STAGE, 0, 0)
+
+
+def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
+    """Wait until every rank has signalled `stage`. Arguments and result: reference.wait."""
+    W = len(signals.peers)
+    _wait[(W,)](signals.own, sent_S, fault_F, timeout_ns, W, STAGE=stage, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["num_tokens_max", "W"])
+def _verify(
+    header_table_ptr,  # [W] addresses of every rank's header, int64 [16]
+    fault_ptr,  # [8] int64
+    num_tokens_max,
+    W,
+    BLOCK_W: tl.constexpr,
+):
+    """One program; lane w reads the header of rank w. The lowest rank that differs is named, by its first such word.
+
+    Example (W = 3, T_max = 64): headers (version, hash, call, kind, T) of (1, 7, 2, 1, 64), (1, 7, 2, 1, 0),
+    (1, 7, 3, 3, 5): rank 2 differs in word 2, fault words MISMATCH | 2 << 8, 2, 2, 3.
+    """
+    offs_w = tl.arange(0, BLOCK_W)
+    mask_w = offs_w < W
+    header_ptr_W = tl.load(header_table_ptr + offs_w, mask=mask_w, other=0).to(tl.pointer_type(tl.int64))
+    header_ptr_0 = tl.load(header_table_ptr).to(tl.pointer_type(tl.int64))
+    # key = rank * 8 + word of what is wrong; BLOCK_W * 8 when nothing is. Words 0 to 3 are compared, word 4 is T.
+    key = tl.zeros((), tl.int32) + BLOCK_W * 8
+    for word in tl.static_range(T_WORD + 1):
+        found_W = tl.load(header_ptr_W + word, mask=mask_w, other=0)
+        if word == T_WORD:
+            wrong_W = (found_W < 0) | (found_W > num_tokens_max)
+        else:
+            wrong_W = found_W != tl.load(header_ptr_0 + word)
+        key = tl.minimum(key, tl.min(tl.where(wrong_W & mask_w, offs_w * 8 + word, BLOCK_W * 8)))
+    if key < BLOCK_W * 8:
+        rank = key // 8
+        word = key % 8
+        expected = tl.load(header_ptr_0 + word)
+        if word == T_WORD:
+            expected = num_tokens_max.to(tl.int64)
+        found = tl.load(tl.load(header_table_ptr + rank).to(tl.pointer_type(tl.int64)) + word)
+        set_fault(fault_ptr, MISMATCH, rank, word, expected, found)
+
+
+def verify(*, header, num_tokens_max, rank, fault_F):
+    """Compare all ranks' headers. Arguments and result: reference.verify."""
+    W = len(header.peers)
+    _verify[(1,)](header.table_W, fault_F, num_tokens_max, W, BLOCK_W=triton.next_power_of_2(W), num_warps=1)
