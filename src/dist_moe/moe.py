@@ -126,7 +126,7 @@ def _row_floats(path: Path, r: LocalRank) -> Tensor:
     return torch.empty(path.capacity_rows, dtype=torch.float32, device=r.buffer.device)
 
 
-def _exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
+def exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
     """Every rank tells its peers that it is here, then waits for them. Two launches: none both signals and waits."""
     if not path.exchanges:
         return
@@ -201,7 +201,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     for r, c in both:
         kind = shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind)
-    _exchange(path, ranks, shapes.PUBLISHED)
+    exchange(path, ranks, shapes.PUBLISHED)
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
         c.plan = ops.route(
@@ -260,7 +260,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             stop_1=r.stop_1,
             num_sms=path.num_sms,
         )
-    _exchange(path, ranks, shapes.COMBINED)
+    exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
         _reduce(path, r, c.out_TD, scaled=not path.dedup)
         ops.finish(r.fault_F, r.host_fault_F, [c.out_TD])
@@ -306,7 +306,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         restored_TD = r.tokens.own[0, :T]
         kind = shapes.KIND_BACKWARD
         _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip, kind=kind)
-    _exchange(path, ranks, shapes.PUBLISHED)
+    exchange(path, ranks, shapes.PUBLISHED)
 
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)

@@ -1,0 +1,446 @@
+"""Context: the buffers, the resolved ops and the slots of one MoE shape on one group, made once and closed once."""
+
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import weakref
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import errors, moe, shapes
+from .config import Config, as_bool, as_float, as_int, config_hash
+from .planner import MemoryPlan, dedup, plan_memory, saved_input_bytes, symmetric_regions
+from .registry import default_device, resolve
+from .symm import World
+
+logger = logging.getLogger(__name__)
+
+_live: "weakref.WeakValueDictionary[str, Context]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_VERSION = version("dist-moe-triton")
+_BUILD = object()  # what create_context passes and nobody else has
+
+
+def live_context(handle: str) -> "Context":
+    """The open Context of this handle, for ops, which name their Context by a string."""
+    context = _live.get(handle)
+    if context is None:
+        raise RuntimeError(f"context {handle!r} is not live: it was closed, or never created in this process")
+    return context
+
+
+@dataclass(eq=False)
+class SavedForward:
+    """The host's memory of a forward whose state lies in a slot."""
+
+    slot: int
+
+
+class Context:
+    """Made by create_context. Owns communication buffers, scratch and saved activations; collective in use.
+
+    Attributes: group; config; memory_plan; device; name; buffers (symmetric regions of the local rank by name);
+    activation_buffer (uint8). Use as a context manager closes it.
+    """
+
+    def __init__(self, build=None, **parts):
+        if build is not _BUILD:
+            raise TypeError("Context cannot be constructed directly; use create_context()")
+        self.group, self.world, self.config, self.device = (parts[k] for k in ("group", "world", "config", "device"))
+        self.memory_plan: MemoryPlan = parts["plan"]
+        self.path: moe.Path = parts["path"]
+        self.ranks: list[moe.LocalRank] = parts["ranks"]
+        self.name: str = parts["name"]
+        self._lock = threading.RLock()
+        self._closed = False
+        self._refusal: str | None = None
+        self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
+        self._saved: list[list[SavedForward]] = [[] for _ in range(self.memory_plan.num_activation_slots)]
+        self._epoch = 0
+        self.newest: SavedForward | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_event: torch.cuda.Event | None = None
+
+    # ---- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> dict:
+        return self._rank().regions
+
+    @property
+    def activation_buffer(self) -> Tensor:
+        return self._rank().buffer
+
+    @property
+    def num_local_input_tokens(self) -> int:
+        self.require_open()
+        return self.config.num_local_input_tokens
+
+    @property
+    def hidden_dim(self) -> int:
+        self.require_open()
+        return self.config.hidden_dim
+
+    @property
+    def top_k(self) -> int:
+        self.require_open()
+        return self.config.top_k
+
+    @property
+    def context_id(self) -> str:
+        self.require_open()
+        return self.name
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.config.num_experts // self.world.size
+
+    def _rank(self) -> moe.LocalRank:
+        self.require_open()
+        return self.ranks[0]
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"context {self.name!r} is closed")
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Wait for the device and raise the fault of any call so far. Not collective; every rank sees the same fault.
+
+        Raises: a DistMoEError of dist_moe.errors. Until reset() every further call raises it again.
+        """
+        self.require_open()
+        self._synchronize()
+        self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """Raise the fault that has reached the host, without waiting for the device."""
+        if self._refusal is not None:
+            raise errors.PeerAbortedError(
+                f"rank {self.ranks[0].rank} (this one) refused an earlier call: {self._refusal}; "
+                "call context.reset() on every rank"
+            )
+        for r in self.ranks:
+            record = r.host_fault_F.tolist()
+            if record[0]:
+                raise errors.from_fault_record(
+                    record,
+                    balanced_rows=self.memory_plan.balanced_recv_rows,
+                    abort_text=self._abort_text(r, record[0] >> shapes.FAULT_RANK_SHIFT),
+                )
+
+    @staticmethod
+    def _abort_text(r: moe.LocalRank, peer: int) -> str:
+        return bytes(r.abort_text.peers[peer].cpu().tolist()).split(b"\0")[0].decode(errors="replace")
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the peers that this rank gives up the call they are in or about to enter, so that none waits for it."""
+        if not self.path.exchanges or self.world.size == 1 or self._refusal is not None:
+            return
+        self._refusal = f"{type(error).__name__}: {error}"
+        for r in self.ranks:
+            text = self._refusal.encode()[: r.abort_text.own.numel() - 1]
+            r.abort_text.own.zero_()
+            r.abort_text.own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            r.fault_F[0] = shapes.FAULT_ABORTED | r.rank << shapes.FAULT_RANK_SHIFT
+            for stage in (shapes.PUBLISHED, shapes.COMBINED):
+                moe.signal(self.path, r, stage)
+
+    @contextlib.contextmanager
+    def call(self):
+        """Around every forward and backward: order between streams, the faults so far, and a word to peers on failure."""
+        with self._lock, self._device_guard():
+            self.require_open()
+            self.raise_fault()
+            self._enter_stream()
+            try:
+                yield
+            except BaseException as error:
+                self.refuse(error)
+                raise
+            finally:
+                self._leave_stream()
+
+    def reset(self) -> None:
+        """Forget every saved forward and, after a fault, make the Context work again.
+
+        After a fault it is collective: all ranks call it, and it raises PeerTimeoutError when one does not come (a dead
+        peer). Without a fault it is local, waits for nothing, and may be captured in a CUDA graph. Backwards of earlier
+        forwards raise SlotError.
+        """
+        self.require_open()
+        with self._lock, self._device_guard():
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not capturing:
+                self._synchronize()
+                if self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
+                    self._realign()
+            for r in self.ranks:
+                r.slot_used_NW.zero_()
+                r.slot_layers_N.zero_()
+            for saved in self._saved:
+                saved.clear()
+            self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
+
+    def _realign(self) -> None:
+        """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count."""
+        for r in self.ranks:
+            r.fault_F.zero_()
+            r.host_fault_F.zero_()
+        moe.exchange(self.path, self.ranks, shapes.RESET)
+        self._synchronize()
+        for r in self.ranks:
+            r.host_fault_F.copy_(r.fault_F)
+        self._refusal = None
+        self.raise_fault()
+        self._epoch += 1
+        for r in self.ranks:
+            r.sent_S[: shapes.RESET] = self._epoch << shapes.EPOCH_SHIFT
+            r.call_1.fill_(self._epoch << shapes.EPOCH_SHIFT)
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def select_activation_slot(self, activation_slot: int, num_moe_layers_in_slot: int) -> None:
+        """Choose the slot of later forwards and how many layers it will hold; a backward finds its own slot.
+
+        Ignored without slots. Raises ValueError out of range. Not collective, but the same on all ranks.
+        """
+        self.require_open()
+        if not self._saved:
+            return
+        slot = as_int("select_activation_slot", "activation_slot", activation_slot)
+        depth = as_int("select_activation_slot", "num_moe_layers_in_slot", num_moe_layers_in_slot)
+        if not 0 <= slot < len(self._saved):
+            raise ValueError(f"select_activation_slot: activation slot must be in 0..{len(self._saved) - 1}, got {slot}")
+        deepest = self.config.max_moe_layers_per_activation_slot
+        if not 1 <= depth <= deepest:
+            raise ValueError(f"select_activation_slot: num_moe_layers_in_slot must be in 1..{deepest}, got {depth}")
+        self._slot, self._depth = slot, depth
+
+    @property
+    def selected_slot(self) -> tuple[int, int]:
+        """(slot, layers in it) of the next forward that saves."""
+        return self._slot, self._depth
+
+    def push_saved(self, slot: int, depth: int) -> None:
+        """Note a forward that is about to save into a slot."""
+        if len(self._saved[slot]) >= depth:
+            raise errors.SlotError(
+                f"activation slot {slot} already holds {depth} layers: run their backwards first, select another slot, "
+                "or call context.reset() when their graphs were dropped"
+            )
+        self.newest = SavedForward(slot)
+        self._saved[slot].append(self.newest)
+
+    def require_newest(self, saved: SavedForward) -> None:
+        """Refuse the backward of a forward that is not the newest of its slot, and tell the peers."""
+        self.raise_fault()
+        stack = self._saved[saved.slot]
+        if saved not in stack:
+            problem = (
+                f"this forward's state in activation slot {saved.slot} is gone: it had its backward, or the context was "
+                "reset; a second backward of one forward needs a second forward"
+            )
+        elif stack[-1] is not saved:
+            problem = f"backwards of activation slot {saved.slot} must run in the reverse order of their forwards"
+        else:
+            return
+        error = errors.SlotError(problem)
+        self.refuse(error)
+        raise error
+
+    def pop_saved(self, slot: int) -> None:
+        if self._saved[slot]:
+            self._saved[slot].pop()
+
+    # ---- the device ----------------------------------------------------------------------------------------------
+
+    def _device_guard(self):
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _enter_stream(self) -> None:
+        """A call on another stream than the last one's waits for it: all calls share one set of buffers."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and stream != self._last_stream:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"context {self.name!r} has a call in flight on another stream, which a capture cannot wait for; "
+                    "capture on one stream, or synchronise before the capture"
+                )
+            stream.wait_event(self._last_event)
+
+    def _leave_stream(self) -> None:
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        self._last_stream = torch.cuda.current_stream(self.device)
+        self._last_event = self._last_stream.record_event()
+
+    # ---- its end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the buffers. Idempotent, local, also after the group is gone; graphs that replay calls must be gone."""
+        if self._closed:
+            return
+        self._synchronize()
+        self._closed = True
+        _live.pop(self.name, None)
+        self.ranks = []
+        self.newest = None
+        self.world.close()
+
+    def __enter__(self) -> "Context":
+        self.require_open()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.world.size} ranks on {self.device}"
+        return f"<dist_moe.Context {self.name!r}: {state}>"
+
+
+def create_context(
+    *,
+    group,
+    config: Config,
+    device: torch.device | str | None = None,
+    emulate_peer_buffers: bool | None = None,
+    peer_timeout_s: float = 600.0,
+    name: str | None = None,
+    backend: str | None = None,
+) -> Context:
+    """Allocate everything that calls of one Config on one group need.
+
+    Args:    group: a process group; None for the default group, or for a single process without one; or a World.
+             device: default the current CUDA device, for a gloo group or without CUDA the CPU.
+             emulate_peer_buffers: let every peer be this rank's own memory (shapes, memory and traces; with one rank the
+             numbers too); None: only for the "fake" process-group backend.
+             peer_timeout_s: how long a rank waits for a peer before PeerTimeoutError.
+             name: of the Context in saved exports; must be unused in this process.
+             backend: "triton" or "reference" for every op; None: the best that runs on the device.
+    Returns: the Context; `with create_context(...) as context` closes it.
+    Raises:  TypeError, ValueError for arguments; RuntimeError when CUDA or the backend is missing; RankMismatchError
+             naming rank and field when configurations differ; PeerAbortedError when another rank failed here.
+    Order:   collective over the group; all ranks in the same order.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(f"create_context: config must be a Config, got {type(config).__name__}")
+    timeout_s = as_float("create_context", "peer_timeout_s", peer_timeout_s)
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"create_context: peer_timeout_s must be finite and positive seconds, got {peer_timeout_s}")
+    world = _world_of(group, device, emulate_peer_buffers, timeout_s)
+    try:
+        # What one rank refuses, all ranks learn of, instead of waiting for it.
+        prepared = []
+        terms = world.together("create_context", lambda: prepared.append(_prepare(world, config, backend, name)) or (
+            asdict(config) | {"backend": prepared[0][1].backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
+        ))
+        for rank, other in enumerate(terms):
+            for field, value in terms[0].items():
+                if other[field] != value:
+                    raise errors.RankMismatchError(
+                        f"create_context: ranks differ in {field}: rank 0 has {value!r}, rank {rank} has {other[field]!r}"
+                    )
+        plan, ops, name = prepared[0]
+        logger.info("%s", plan.explain())
+        regions = world.allocate(symmetric_regions(config, world.size))
+        ranks: list[moe.LocalRank] = []
+        world.together(
+            "create_context", lambda: ranks.extend(_local_rank(world, plan, rank, regions[rank]) for rank in world.local_ranks)
+        )
+    except BaseException:
+        world.close()
+        raise
+    path = moe.Path(
+        ops=ops,
+        hidden_dim=config.hidden_dim,
+        intermediate_dim=config.intermediate_dim,
+        num_tokens_max=config.num_local_input_tokens,
+        num_experts=config.num_experts,
+        capacity_rows=plan.total_scratch_capacity_rows,
+        dedup=dedup(config, world.size),
+        activation=config.activation_fn,
+        geometry=shapes.Geometry(
+            hidden_dim=config.hidden_dim,
+            intermediate_dim=config.intermediate_dim,
+            slot_bytes=plan.activation_slot_bytes,
+            x_bytes=saved_input_bytes(config),
+            total_bytes=plan.total_device_buffer_bytes,
+            training=not config.inference,
+        ),
+        config_hash=config_hash(config, world.size),
+        timeout_ns=int(timeout_s * 1e9),
+        exchanges=not world.emulated,
+        num_sms=config.num_sms,
+        preset=config.bf16_grouped_gemm_preset,
+    )
+    context = Context(
+        _BUILD, group=group, world=world, config=config, device=world.device, plan=plan, path=path, ranks=ranks, name=name
+    )
+    _live[name] = context
+    return context
+
+
+def _world_of(group, device, emulate: bool | None, timeout_s: float) -> World:
+    """The World of a group, on the device that was asked for."""
+    if isinstance(group, World):
+        if device is not None and default_device(device) != group.device:
+            raise ValueError(f"create_context: device is {device}, the World's is {group.device}; leave device out")
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return World.virtual(1, default_device(device))
+    backend = dist.get_backend(group)
+    device = default_device("cpu" if device is None and backend == "gloo" else device)
+    if emulate is None:
+        emulate = backend == "fake"
+    as_bool("create_context", "emulate_peer_buffers", emulate)
+    if emulate:
+        return World.emulated(dist.get_world_size(group), dist.get_rank(group), device)
+    return World.from_group(group, device, timeout_s=timeout_s)
+
+
+def _prepare(world: World, config: Config, backend: str | None, name: str | None):
+    """The parts that need no other rank: plan, resolved ops and name."""
+    if config.num_experts % world.size:
+        raise ValueError(
+            f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts on "
+            f"{world.size} ranks"
+        )
+    plan = plan_memory(config, world.size, device=world.device)
+    name = f"dist_moe-{next(_numbers)}" if name is None else name
+    if name in _live:
+        raise ValueError(f"create_context: the name {name!r} is that of a live context; close it or choose another")
+    return plan, resolve(world.device, backend), name
+
+
+def _local_rank(world: World, plan: MemoryPlan, rank: int, regions: dict) -> moe.LocalRank:
+    def words(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=world.device)
+
+    on_gpu = world.device.type == "cuda"
+    return moe.LocalRank(
+        rank=rank,
+        regions=regions,
+        buffer=torch.empty(plan.total_device_buffer_bytes, dtype=torch.uint8, device=world.device),
+        slot_used_NW=words(plan.num_activation_slots, world.size),
+        slot_layers_N=words(plan.num_activation_slots),
+        fault_F=words(shapes.FAULT_WORDS),
+        host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
+        sent_S=words(shapes.NUM_STAGES),
+        call_1=words(1),
+        zero_1=words(1),
+    )

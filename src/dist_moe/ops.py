@@ -1,0 +1,299 @@
+"""routed_experts and the custom ops it calls: one opaque forward, one opaque backward.
+
+The ops name their Context by its handle and find its buffers inside: a symmetric region that were an op argument could
+reach the op as a clone, and peers would write elsewhere. What forward hands to backward travels as returned tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from . import moe, shapes
+from .context import Context, live_context
+from .errors import DistMoEError
+from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
+from .route_plan import RoutePlan
+from .weights import PreparedWeight
+
+NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
+
+
+@torch.library.custom_op("dist_moe::bf16_forward", mutates_args=())
+def bf16_forward(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    save: bool,
+    slot: int,
+    depth: int,
+    context: str,
+) -> tuple[Tensor, list[Tensor]]:
+    """out_TD and, when saving, the state that bf16_backward takes: the route plan and the place record. Collective."""
+    ctx = live_context(context)
+    with ctx.call():
+        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        if save:
+            ctx.push_saved(slot, depth)
+        w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
+        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, save, slot, depth)
+        moe.forward(ctx.path, ctx.ranks, [call])
+    return out_TD, [*call.plan.tensors(), call.place] if save else []
+
+
+@bf16_forward.register_fake
+def _(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context):
+    ctx = live_context(context)
+    R, L, W = ctx.path.capacity_rows, ctx.experts_per_rank, ctx.world.size
+    state = []
+    if save:
+        i32, i64 = {"dtype": torch.int32}, {"dtype": torch.int64}
+        tables = [x_TD.new_empty(R, **i32) for _ in range(4)]
+        state = [x_TD.new_empty(L + 1, **i32), x_TD.new_empty(W, **i64), x_TD.new_empty(1, **i32), *tables]
+        state.append(x_TD.new_empty(shapes.PLACE_WORDS, **i64))
+    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), state
+
+
+@torch.library.custom_op("dist_moe::bf16_backward", mutates_args=())
+def bf16_backward(
+    grad_out_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    state: list[Tensor],
+    needs_w13: bool,
+    needs_w2: bool,
+    wgrad_dtype: torch.dtype,
+    slot: int,
+    context: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, scores, w13, w2 in their layouts; an unwanted weight gradient is empty. Collective."""
+    ctx = live_context(context)
+    with ctx.call():
+        grads = _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+        w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
+        call = moe.BackwardCall(
+            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.contiguous(),
+            ids_TK,
+            scores_TK,
+            w13_L2FD,
+            w2_LDF,
+            RoutePlan(*state[:NUM_PLAN_TENSORS]),
+            state[NUM_PLAN_TENSORS],
+            grads[0],
+            grads[1],
+            grads[2].view(w13_L2FD.shape) if needs_w13 else None,
+            grads[3].view(w2_LDF.shape) if needs_w2 else None,
+        )
+        ctx.pop_saved(slot)
+        moe.backward(ctx.path, ctx.ranks, [call])
+    return grads
+
+
+@bf16_backward.register_fake
+def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
+    return _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+
+
+def _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.empty(grad_out_TD.shape, dtype=grad_out_TD.dtype, device=grad_out_TD.device),
+        torch.empty(scores_TK.shape, dtype=scores_TK.dtype, device=scores_TK.device),
+        w13.new_empty(w13.shape if needs_w13 else (0,), dtype=wgrad_dtype),
+        w2.new_empty(w2.shape if needs_w2 else (0,), dtype=wgrad_dtype),
+    )
+
+
+def _expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights as [L, 2F, D] and [L, D, F], whatever layout the caller has them in."""
+    L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
+    return w13.detach().view(L, 2 * F, D), w2.detach().view(L, D, F)
+
+
+def _setup_context(autograd_ctx, inputs, output):
+    _, ids_TK, scores_TK, w13, w2, save, slot, _, context = inputs
+    state = output[1]
+    autograd_ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *state)
+    autograd_ctx.handle, autograd_ctx.slot = context, slot
+    # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
+    tracing = torch.compiler.is_compiling() or type(output[0]) is not Tensor
+    autograd_ctx.saved_forward = None if tracing or not save else live_context(context).newest
+
+
+def _backward(autograd_ctx, grad_out_TD, _grad_state):
+    ids_TK, scores_TK, w13, w2, *state = autograd_ctx.saved_tensors
+    context = live_context(autograd_ctx.handle)
+    if not state:
+        raise RuntimeError("dist_moe::bf16_forward was called with save=False, so it has no backward")
+    if autograd_ctx.saved_forward is not None:
+        context.require_newest(autograd_ctx.saved_forward)
+    _, _, _, needs_w13, needs_w2 = autograd_ctx.needs_input_grad[:5]
+    grads = bf16_backward(
+        grad_out_TD,
+        ids_TK,
+        scores_TK,
+        w13,
+        w2,
+        state,
+        needs_w13,
+        needs_w2,
+        context.config.wgrad_dtype or w13.dtype,
+        autograd_ctx.slot,
+        autograd_ctx.handle,
+    )
+    grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
+    return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None, *[None] * 4
+
+
+bf16_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def routed_experts(
+    x_TD: Tensor,
+    topk_expert_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    w13_weight: Tensor | PreparedWeight,
+    w2_weight: Tensor | PreparedWeight,
+    context: Context,
+    *,
+    options: ExecutionOptions | None = None,
+) -> Tensor:
+    """Send every token through its experts, which live on all ranks, and add what they return, weighted by the scores.
+
+    Args:    x_TD: bf16 [T, D], 0 <= T <= Config.num_local_input_tokens, another T each call and each rank if it likes;
+             rows may be strided. topk_expert_ids_TK: int32 or int64 [T, K], any strides; global expert ids, a negative
+             one means no expert. An expert named twice by a token counts once, with the sum of the scores.
+             topk_scores_TK: bf16 or fp32 [T, K], any strides, used as fp32.
+             w13_weight, w2_weight: this rank's experts, bf16, contiguous: [L, 2F, D] (gate rows, then up rows) and
+             [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F].
+    Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores and weights,
+             once a forward; weight gradients have Config.wgrad_dtype, or the weight's dtype.
+    Raises:  TypeError, ValueError for arguments; NotImplementedError naming a feature that this release only checks;
+             a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
+    Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.
+    """
+    if not isinstance(context, Context):
+        raise TypeError(f"routed_experts: context must be a Context, got {type(context).__name__}")
+    context.require_open()
+    inputs = (x_TD, topk_expert_ids_TK, topk_scores_TK, w13_weight, w2_weight)
+    try:
+        _check(*inputs, context, options)
+        trained = [tensor for tensor in (x_TD, topk_scores_TK, w13_weight, w2_weight) if tensor.requires_grad]
+        save = torch.is_grad_enabled() and bool(trained)
+        if save and context.config.inference:
+            raise RuntimeError(
+                "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
+                "context with inference=False"
+            )
+    except (TypeError, ValueError, RuntimeError) as error:
+        if not isinstance(error, DistMoEError):
+            context.refuse(error)
+        raise
+    out_TD, _ = bf16_forward(*inputs, save, *context.selected_slot, context.name)
+    return out_TD
+
+
+def _check(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: ExecutionOptions | None) -> None:
+    """Everything the host can know, in the documented order."""
+    config = context.config
+    where = "routed_experts"
+    if options is not None and not isinstance(options, ExecutionOptions):
+        raise TypeError(f"{where}: options must be an ExecutionOptions or None, got {type(options).__name__}")
+    options = options or ExecutionOptions()
+    for name, value in (("x_TD", x_TD), ("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
+    stats = options.swiglu_clip_stats_out_3
+    if stats is not None and stats.device != x_TD.device:
+        raise ValueError(f"{where}: swiglu_clip_stats_out_3 is on {stats.device}, x_TD on {x_TD.device}")
+
+    T_max, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
+    if x_TD.dim() != 2 or x_TD.shape[1] != D:
+        raise ValueError(f"{where}: x_TD must be [T, {D}], got {list(x_TD.shape)}")
+    T = x_TD.shape[0]
+    if T > T_max:
+        raise ValueError(
+            f"{where}: x_TD has {T} tokens, more than Config.num_local_input_tokens = {T_max}; the count must equal or "
+            "be less than it"
+        )
+    for name, value in (("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
+        if value.shape != (T, K):
+            raise ValueError(f"{where}: {name} must be [{T}, {K}] as x_TD has {T} tokens, got {list(value.shape)}")
+
+    prepared = [isinstance(weight, PreparedWeight) for weight in (w13, w2)]
+    if any(prepared) and not all(prepared):
+        raise TypeError(f"{where}: both weights must be prepared or both tensors, got one of each")
+    if all(prepared):
+        raise ValueError(f"{where}: prepared weights require block-scaled execution; pass the bf16 tensors")
+    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
+    _check_weight_layouts(w13, w2, context)
+
+    _check_dtype("x_TD", x_TD, torch.bfloat16)
+    _check_dtype("w13_weight", w13, torch.bfloat16)
+    _check_dtype("w2_weight", w2, torch.bfloat16)
+    _check_dtype("topk_expert_ids_TK", ids_TK, torch.int32, torch.int64)
+    _check_dtype("topk_scores_TK", scores_TK, torch.bfloat16, torch.float32)
+    named = {"x_TD": x_TD, "topk_expert_ids_TK": ids_TK, "topk_scores_TK": scores_TK, "w13_weight": w13, "w2_weight": w2}
+    for name, value in named.items():
+        if value.device != context.device:
+            raise ValueError(f"{where}: {name} is on {value.device}, the context on {context.device}")
+    if T and x_TD.stride(1) != 1:
+        raise ValueError(f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()")
+    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
+        if not value.is_contiguous():
+            raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
+
+    if options.requires_eager and torch.compiler.is_compiling():
+        raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
+    _check_rmsnorm(options.experts_output_postprocess, x_TD)
+    missing = unsupported_features(options)
+    if missing:
+        raise NotImplementedError(f"{where}: not in this release: {', '.join(missing)}")
+    if len(context.world.local_ranks) != 1:
+        raise ValueError(
+            f"{where}: the context runs {context.world.size} virtual ranks, which are called together: use "
+            "dist_moe.virtual.routed_experts"
+        )
+
+
+def _check_dtype(name: str, value: Tensor, *wanted: torch.dtype) -> None:
+    if value.dtype not in wanted:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
+        raise TypeError(
+            f"routed_experts: {name} must be {names}, got {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        )
+
+
+def _check_weight_layouts(w13: Tensor, w2: Tensor, context: Context) -> None:
+    L, D, F = context.experts_per_rank, context.config.hidden_dim, context.config.intermediate_dim
+    where = "routed_experts"
+    if w13.dim() == 4 and w2.dim() == 3 and w13.shape[1] != 2:
+        raise ValueError(f"{where}: w13_weight with four dimensions must be [E, 2, F, D], got {list(w13.shape)}")
+    if (w13.dim(), w2.dim()) not in ((3, 3), (4, 3), (2, 2)):
+        raise ValueError(
+            f"{where}: incompatible expert-weight layouts: w13_weight {list(w13.shape)}, w2_weight {list(w2.shape)}; use "
+            "[L, 2F, D] and [L, D, F], [L, 2, F, D] and [L, D, F], or [L*2F, D] and [L*D, F]"
+        )
+    wanted_w13 = {3: (L, 2 * F, D), 4: (L, 2, F, D), 2: (L * 2 * F, D)}[w13.dim()]
+    wanted_w2 = {3: (L, D, F), 2: (L * D, F)}[w2.dim()]
+    for name, value, wanted in (("w13_weight", w13, wanted_w13), ("w2_weight", w2, wanted_w2)):
+        if tuple(value.shape) != wanted:
+            raise ValueError(f"{where}: {name} must be {list(wanted)} (L = {L} local experts), got {list(value.shape)}")
+
+
+def _check_rmsnorm(post, x_TD: Tensor) -> None:
+    """The values of an RMSNormPostprocess that no later release will take either."""
+    if not isinstance(post, RMSNormPostprocess):
+        return
+    where = "routed_experts: RMSNormPostprocess"
+    if not post.eps > 0 or post.eps == float("inf"):
+        raise ValueError(f"{where}.eps must be finite and positive, got {post.eps}")
+    if post.output_dtype != x_TD.dtype:
+        raise ValueError(f"{where}.output_dtype must be that of x_TD, {x_TD.dtype}, got {post.output_dtype}")
+    if post.gain_center != 0 and post.weight is None:
+        raise ValueError(f"{where}.gain_center needs a weight")
+    if post.weight is not None and post.use_kahan:
+        raise ValueError(f"{where}: weight and use_kahan exclude each other")
