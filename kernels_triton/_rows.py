@@ -1,0 +1,54 @@
+"""What the kernels that move rows share: the tile, the grid, and how row maps and address tables are read."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ._device import is_interpreting, num_programs
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """A program moves `rows` rows at a time, `block_d` elements of each: so much is in flight to a peer."""
+
+    rows: int
+    block_d: int
+    num_warps: int = 8
+    programs_per_sm: int = 2
+
+
+def pick_row_tile(hidden_dim: int) -> RowTile:
+    """16 KB in flight a program: 8 rows by 2 KB, or more of shorter rows; blocks of 1024 waste little on odd widths."""
+    block_d = min(1024, triton.next_power_of_2(hidden_dim))
+    return RowTile(rows=min(8192 // block_d, 64), block_d=block_d)
+
+
+def row_grid(device: torch.device, tile: RowTile, num_sms: int | None = None) -> tuple[int]:
+    """Programs of a persistent grid; a limit on SMs holds for programs."""
+    if num_sms is not None or is_interpreting():
+        return (num_programs(device, num_sms),)
+    return (num_programs(device) * tile.programs_per_sm,)
+
+
+@triton.jit
+def peer_pointers(table_ptr, rank, offset, mask, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Addresses of element `offset` of the region of `rank`; ALIGNMENT bytes is what makes accesses wide.
+
+    The hint must follow the cast: on the integer it has no effect, and every access would be one element wide.
+    """
+    base = tl.load(table_ptr + rank, mask=mask, other=0).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(base + offset, [ALIGNMENT])
+
+
+@triton.jit
+def pair_block(pair, num_pairs, num_rows, pair_start_ptr):
+    """First entry in pair_rows_R and number of rows of each pair; 0 rows past the last pair.
+
+    Example: pair_start = [0, 2, 3], num_pairs = 3, num_rows = 5: pairs 0..3 have first 0, 2, 3, 0 and count 2, 1, 2, 0.
+    """
+    in_use = pair < num_pairs
+    first = tl.load(pair_start_ptr + pair, mask=in_use, other=0)
+    end = tl.load(pair_start_ptr + pair + 1, mask=pair + 1 < num_pairs, other=num_rows)
+    return first, tl.where(in_use, end - first, 0)

@@ -1,0 +1,287 @@
+"""combine, reduce and collect_score_grads: the way back of the rows.
+
+combine pushes into the owners' `outputs`, after the last GEMM and before the signal of COMBINED: no rank reads its own
+`outputs` before the wait on COMBINED, and no rank pushes again before every rank has passed PUBLISHED of a later call.
+    per route       outputs[t, k] = row                                  (the owner applies the scores)
+    de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
+reduce and collect_score_grads run after that wait and touch this rank's memory only.
+    reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
+
+All sums are FP32 in a fixed order, a product rounded before it is added: the kernels are compiled without contraction
+to fused multiply-add (enable_fp_fusion=False), so that GPU, interpreter and oracle give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid
+
+
+@triton.jit
+def _combine_routes(
+    outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, K, D]
+    score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
+    row_score_grads_ptr,  # [R] fp32, or None
+    row_to_slot_ptr,  # [R] int32
+    num_rows_ptr,  # int32
+    rows_ptr,  # [X, D] bf16
+    start_ptr,  # int64
+    stop_ptr,  # int64
+    num_slots,  # T_max * K, slots of one rank
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Every row to the slot it came from: program p takes the blocks p, p + programs, ... of ROWS rows.
+
+    Example (W = 1, T_max = 3, K = 2): rows [1, 2, 3, 4, 5] (D = 1) and row_to_slot = [0, 5, 1, 2, 4] give
+    outputs [[1, 3], [4, untouched], [5, 2]].
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_rows = tl.load(num_rows_ptr)
+    start = tl.load(start_ptr)
+    offs_d = tl.arange(0, BLOCK_D)
+    for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        in_use = row < num_rows
+        slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
+        src = slot // num_slots
+        own_slot = slot - src * num_slots
+        if score_grads_table_ptr is not None:
+            grad = tl.load(row_score_grads_ptr + row, mask=in_use, other=0.0)
+            tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, in_use, tl.float32, 4), grad, mask=in_use)
+        out_ptrs = peer_pointers(outputs_table_ptr, src, own_slot.to(tl.int64) * D, in_use, tl.bfloat16, 16)
+        row_ptrs = rows_ptr + (start + row) * D
+        for d in range(0, D, BLOCK_D):
+            mask = in_use[:, None] & (d + offs_d < D)[None, :]
+            value = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask)
+            tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
+
+
+@triton.jit
+def _combine_pairs(
+    outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
+    score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
+    row_score_grads_ptr,  # [R] fp32, or None
+    row_scores_ptr,  # [R] fp32, or None
+    row_to_slot_ptr,  # [R] int32
+    pair_rows_ptr,  # [R] int32
+    pair_start_ptr,  # [R] int32
+    pair_output_ptr,  # [R] int32
+    num_pairs_ptr,  # int32
+    num_rows_ptr,  # int32
+    rows_ptr,  # [X, D] bf16
+    start_ptr,  # int64
+    stop_ptr,  # int64
+    num_slots,  # T_max * K, slots of one rank
+    num_outputs,  # T_max * J, output rows of one rank
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+
+    Example (the tables of RoutePlan's docstring): rows [1, 2, 3, 4, 5] (D = 1), row_scores [1, 5, 2, 3, 4] give
+    outputs [[7], [12], [30]]: token 0 has rows 0 and 2, 1 * 1 + 2 * 3; token 2 rows 4 and 1, 4 * 5 + 5 * 2.
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_pairs = tl.load(num_pairs_ptr)
+    num_rows = tl.load(num_rows_ptr)
+    start = tl.load(start_ptr)
+    offs_d = tl.arange(0, BLOCK_D)
+    for block in range(tl.program_id(0), tl.cdiv(num_pairs, PAIRS), tl.num_programs(0)):
+        pair = block * PAIRS + tl.arange(0, PAIRS)
+        in_use = pair < num_pairs
+        first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
+        most = tl.max(count, axis=0)
+        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+        src = output // num_outputs
+        own_output = (output - src * num_outputs).to(tl.int64)
+        if score_grads_table_ptr is not None:
+            for i in range(most):
+                here = i < count
+                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+                own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * num_slots
+                grad = tl.load(row_score_grads_ptr + row, mask=here, other=0.0)
+                tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, here, tl.float32, 4), grad, mask=here)
+        out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D, in_use, tl.bfloat16, 16)
+        for d in range(0, D, BLOCK_D):
+            mask_d = (d + offs_d < D)[None, :]
+            acc = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
+            for i in range(most):
+                here = i < count
+                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+                row_ptrs = rows_ptr + (start + row) * D
+                mask = here[:, None] & mask_d
+                term = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0).to(tl.float32)
+                if row_scores_ptr is not None:
+                    term = tl.load(row_scores_ptr + row, mask=here, other=0.0)[:, None] * term
+                acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
+            tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _reduce(
+    out_ptr,  # [T, D] bf16
+    outputs_ptr,  # [T_max, J, D] bf16
+    ids_ptr,  # [T_max, K] int16
+    scores_ptr,  # [T_max, K] fp32, or None
+    stop_ptr,  # int64
+    T,
+    out_stride_t,
+    W: tl.constexpr,  # ranks in the de-duplicated scheme; 0: per route
+    L: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,  # K rounded up to a power of two
+    J: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Tokens one by one: program p takes the blocks p, p + programs, ... of TOKENS tokens.
+
+    Example, per route: outputs [[1, 3], [4, stale], [5, 2]] (D = 1), ids [[0, 1], [1, -1], [1, 0]], scores
+    [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
+    outputs [[7, 1], [12, stale], [30, 2]]: tokens 0 and 2 visit two ranks, token 1 one: out [8, 12, 32].
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_k = tl.arange(0, K2)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
+        t = tl.cast(block, tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        in_use = t < T
+        num_used = tl.full([TOKENS], J, dtype=tl.int32)
+        if W > 0:
+            mask_TK = in_use[:, None] & (offs_k < K)
+            id_TK = tl.load(ids_ptr + t[:, None] * K + offs_k, mask=mask_TK, other=-1).to(tl.int32)
+            owner_TK = tl.where(id_TK >= 0, id_TK // L, -1)
+            num_used = tl.zeros([TOKENS], dtype=tl.int32)
+            for w in range(W):
+                num_used += tl.max((owner_TK == w).to(tl.int32), axis=1)
+        for d in range(0, D, BLOCK_D):
+            mask_d = (d + offs_d < D)[None, :]
+            acc = tl.zeros([TOKENS, BLOCK_D], dtype=tl.float32)
+            for j in range(J):
+                used = in_use & (j < num_used)
+                if W == 0:
+                    used = used & (tl.load(ids_ptr + t * K + j, mask=in_use, other=-1) >= 0)
+                term_ptrs = outputs_ptr + (t * J + j)[:, None] * D + (d + offs_d)[None, :]
+                term = tl.load(term_ptrs, mask=used[:, None] & mask_d, other=0.0).to(tl.float32)
+                if scores_ptr is not None:
+                    term = tl.load(scores_ptr + t * K + j, mask=used, other=0.0)[:, None] * term
+                acc += term  # unused terms are +0.0: acc is never -0.0, so no bit changes
+            out_ptrs = out_ptr + (t * out_stride_t)[:, None] + (d + offs_d)[None, :]
+            tl.store(out_ptrs, acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _collect_score_grads(
+    out_ptr,  # [T, K]
+    ids_ptr,  # [T, K] int32 or int64, as the caller gave them
+    score_grads_ptr,  # [T_max, K] fp32
+    stop_ptr,  # int64
+    T,
+    num_experts,
+    out_stride_t,
+    out_stride_k,
+    ids_stride_t,
+    ids_stride_k,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """TOKENS tokens a program, all their slots at once.
+
+    Example: ids [[5, -1, 5]] and score_grads [[7, stale, stale]] give out [[7, 0, 7]]: slot 2 repeats slot 0.
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, K2)[None, :]
+    mask = (t < T)[:, None] & (k < K)
+    id_TK = tl.load(ids_ptr + t[:, None] * ids_stride_t + k * ids_stride_k, mask=mask, other=-1)
+    first_TK = tl.zeros([TOKENS, K2], dtype=tl.int32)
+    for back in range(K):
+        earlier = K - 1 - back  # the lowest equal slot is written last and stays
+        id_T = tl.load(ids_ptr + t * ids_stride_t + earlier * ids_stride_k, mask=t < T, other=-1)
+        first_TK = tl.where(id_TK == id_T[:, None], earlier, first_TK)
+    valid = mask & (id_TK >= 0) & (id_TK < num_experts)
+    grad = tl.load(score_grads_ptr + t[:, None] * K + first_TK, mask=valid, other=0.0)
+    out_ptrs = out_ptr + t[:, None] * out_stride_t + k * out_stride_k
+    tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def combine(
+    plan, rows_XD, start_1, *, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, stop_1, num_sms=None
+):
+    """Push this rank's rows to their owners, per route or summed a (token, rank).
+
+    Args:    rows_XD: bf16 [X, D] over the activation buffer, rows from start_1 on.  row_scores_R: fp32 [R] or None;
+             de-duplicated alone, multiplies each row.  row_score_grads_R, score_grads: both in backward, both None in
+             forward.
+    Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED; writes peers' `outputs` and
+             `score_grads`.
+    Source:  reference.combine.
+    """
+    T_max, J, D = outputs.own.shape
+    assert D % 32 == 0 and rows_XD.is_contiguous() and (score_grads is None) == (row_score_grads_R is None)
+    tile = pick_row_tile(D)
+    grid = row_grid(rows_XD.device, tile, num_sms)
+    num_rows_1 = plan.row_start_P[-1:]
+    grads = (None if score_grads is None else score_grads.table_W, row_score_grads_R)
+    if dedup:
+        pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
+        num_slots = 1 if score_grads is None else score_grads.own.numel()
+        _combine_pairs[grid](
+            outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
+            num_slots, T_max * J,
+            D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        _combine_routes[grid](
+            outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
+            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+        )  # fmt: skip
+
+
+def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1):
+    """Add what the expert ranks pushed for each own token; tokens without experts become exactly 0.
+
+    Args:    out_TD: bf16 [T, D], unit inner stride, written.  ids: the own resolved ids decide which slots are read.
+             scores: given in the forward of the per-route scheme alone.
+    Order:   after the wait on COMBINED; local memory only.
+    Source:  reference.reduce.
+    """
+    T, D = out_TD.shape
+    if T == 0:
+        return
+    assert D % 32 == 0 and out_TD.stride(1) == 1
+    W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
+    tile = pick_row_tile(D)
+    _reduce[row_grid(out_TD.device, tile)](
+        out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own, stop_1, T, out_TD.stride(0),
+        W=W if dedup else 0, L=num_experts // W, K=K, K2=triton.next_power_of_2(K), J=J, D=D,
+        TOKENS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):
+    """Score gradient of every slot: that of the first slot of the token with the same id; 0 without an expert.
+
+    Args:    out_TK: any float dtype and strides, written.  ids_TK: int32 or int64, any strides, as the
+             caller gave them.
+    Order:   after the wait on COMBINED of a backward; local memory only.
+    Source:  reference.collect_score_grads.
+    """
+    T, K = ids_TK.shape
+    if T == 0:
+        return
+    K2 = triton.next_power_of_2(K)
+    TOKENS = max(1, 1024 // K2)
+    _collect_score_grads[(triton.cdiv(T, TOKENS),)](
+        out_TK, ids_TK, score_grads.own, stop_1, T, num_experts, *out_TK.stride(), *ids_TK.stride(),
+        K=K, K2=K2, TOKENS=TOKENS,
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""dispatch: rows_XD[start + r] = tokens of rank src [half, t] for every row r that route placed on this rank.
+
+Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED: every
+peer wrote its regions before its signal, released at system scope, and rewrites them no sooner than the next call of
+all ranks. A row of x whose published score is -0.0 (score 0 and x not finite) is written as zeros, by select; dy is
+moved as it is.
+
+Per route, each row is pulled; de-duplicated, each (source rank, token) is pulled once and written to all its rows. Both
+give the same bits. Grid: persistent programs over blocks of rows (of pairs), a block at a time in tiles of RowTile.
+"""
+
+import triton
+import triton.language as tl
+
+from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid
+
+NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
+
+
+@triton.jit
+def _dispatch_routes(
+    tokens_table_ptr,  # [W] int64 addresses of bf16 [2, T_max, D]
+    scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
+    row_to_slot_ptr,  # [R] int32
+    num_rows_ptr,  # int32
+    rows_ptr,  # [X, D] bf16
+    start_ptr,  # int64
+    row_scores_ptr,  # [R] fp32
+    stop_ptr,  # int64
+    T_max,
+    HALF: tl.constexpr,  # 0: x, 1: dy
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
+
+    Example (W = 1, T_max = 3, K = 2): tokens [10, 20, 30] (D = 1), scores [[1, 2], [3, 0], [4, 5]] and
+    row_to_slot = [0, 5, 1, 2, 4] give rows [10, 30, 10, 20, 30] and row_scores [1, 5, 2, 3, 4].
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_rows = tl.load(num_rows_ptr)
+    start = tl.load(start_ptr)
+    offs_d = tl.arange(0, BLOCK_D)
+    for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        in_use = row < num_rows
+        slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
+        src = slot // (T_max * K)
+        own_slot = slot - src * (T_max * K)
+        score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, in_use, tl.float32, 4)
+        score = tl.load(score_ptrs, mask=in_use, other=0.0)
+        tl.store(row_scores_ptr + row, score, mask=in_use)
+        alive = in_use
+        if HALF == 0:
+            alive = in_use & (score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)
+        token = HALF * T_max + own_slot // K
+        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D, in_use, tl.bfloat16, 16)
+        row_ptrs = rows_ptr + (start + row) * D
+        for d in range(0, D, BLOCK_D):
+            mask_d = (d + offs_d < D)[None, :]
+            x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=alive[:, None] & mask_d, other=0.0)
+            tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & mask_d)
+
+
+@triton.jit
+def _dispatch_pairs(
+    tokens_table_ptr,  # [W] int64 addresses of bf16 [2, T_max, D]
+    scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
+    row_to_slot_ptr,  # [R] int32
+    pair_rows_ptr,  # [R] int32
+    pair_start_ptr,  # [R] int32
+    pair_output_ptr,  # [R] int32
+    num_pairs_ptr,  # int32
+    num_rows_ptr,  # int32
+    rows_ptr,  # [X, D] bf16
+    start_ptr,  # int64
+    row_scores_ptr,  # [R] fp32
+    stop_ptr,  # int64
+    T_max,
+    HALF: tl.constexpr,  # 0: x, 1: dy
+    K: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+
+    Example: the tables of RoutePlan's docstring with the data of _dispatch_routes. Pair 2 is token 2 (30): pulled once,
+    stored to its rows 4 and 1, whose scores 4 and 5 come from slots (2, 0) and (2, 1).
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_pairs = tl.load(num_pairs_ptr)
+    num_rows = tl.load(num_rows_ptr)
+    start = tl.load(start_ptr)
+    offs_d = tl.arange(0, BLOCK_D)
+    for block in range(tl.program_id(0), tl.cdiv(num_pairs, PAIRS), tl.num_programs(0)):
+        pair = block * PAIRS + tl.arange(0, PAIRS)
+        in_use = pair < num_pairs
+        first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
+        most = tl.max(count, axis=0)
+        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+        src = output // (T_max * J)
+        token = HALF * T_max + (output - src * (T_max * J)) // J
+        for i in range(most):
+            here = i < count
+            row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+            own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * (T_max * K)
+            score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, here, tl.float32, 4)
+            tl.store(row_scores_ptr + row, tl.load(score_ptrs, mask=here, other=0.0), mask=here)
+        tl.debug_barrier()  # below, any thread of this program reads the scores that another one stored
+        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D, in_use, tl.bfloat16, 16)
+        for d in range(0, D, BLOCK_D):
+            mask_d = (d + offs_d < D)[None, :]
+            x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=in_use[:, None] & mask_d, other=0.0)
+            for i in range(most):
+                here = i < count
+                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+                value = x
+                if HALF == 0:
+                    score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
+                    value = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
+                row_ptrs = rows_ptr + (start + row) * D
+                tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=here[:, None] & mask_d)
+
+
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
+    """Pull the rows routed to this rank into expert-major order, with their scores.
+
+    Args:    plan: from route().  half: 0 pulls x, 1 pulls dy.  rows_XD: bf16 [X, D] over the activation buffer, of
+             which only rows start_1 .. start_1 + number of rows are written.  row_scores_R: fp32 [R], written.
+    Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
+    Source:  reference.dispatch.
+    """
+    (T_max, K), D = scores.own.shape, rows_XD.shape[1]
+    assert D % 32 == 0 and rows_XD.is_contiguous()
+    tile = pick_row_tile(D)
+    grid = row_grid(rows_XD.device, tile)
+    num_rows_1 = plan.row_start_P[-1:]
+    into = (rows_XD, start_1, row_scores_R, stop_1, T_max)
+    if dedup:
+        pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
+        J = min(K, len(tokens.peers))
+        _dispatch_pairs[grid](
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, num_rows_1, *into,
+            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+        )  # fmt: skip
+    else:
+        _dispatch_routes[grid](
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into,
+            HALF=half, K=K, D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+        )  # fmt: skip
