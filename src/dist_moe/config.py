@@ -44,7 +44,7 @@ def as_float(where: str, name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an int beyond the range of a float
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def as_bool(where: str, name: str, value: Any) -> bool:
@@ -60,7 +60,7 @@ def _set(record: Any, name: str, value: Any) -> None:
 def _positive_factor(where: str, name: str, value: Any) -> float:
     factor = as_float(where, name, value)
     if not (math.isfinite(factor) and factor > 0):
-        raise ValueError(f"{where}: {name} must be finite and positive, got {value!r}; 1.0 is balanced routing")
+        raise ValueError(f"{where}: {name} must be finite and positive, got {factor}; 1.0 is balanced routing")
     return factor
 
 

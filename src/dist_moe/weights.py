@@ -75,8 +75,9 @@ def prepare_block_scaled_weight(
     """
     format = _check_format(config)
     _check_weight(weight)
+    as_bool("prepare_block_scaled_weight", "inference", inference)
     if out is not None:
-        _check_out(out, weight, format, as_bool("prepare_block_scaled_weight", "inference", inference))
+        _check_out(out, weight, format, inference)
     raise NotImplementedError(
         f"prepare_block_scaled_weight: block-scaled weights ({format}) are not in this release; "
         "pass the bf16 weights to routed_experts"
