@@ -1,0 +1,370 @@
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+import torch
+
+from dist_moe.config import BlockScaledConfig, Config, VmmConfig
+from dist_moe.planner import (
+    MemoryPlan,
+    capacity_rows,
+    dedup,
+    format_bytes,
+    plan_memory,
+    routing_table_bytes,
+    scratch_layout,
+    symmetric_regions,
+)
+
+SMALL = Config(4, 128, 128, 2, 4, 2)  # T, D, F, K, E, layers a slot
+VMM2 = VmmConfig(2.0)
+GUIDE = Config(4096, 4096, 14336, 8, 128, 32, device_scratch_capacity_factor=1.5, vmm=VmmConfig(16.0))
+
+
+SLOT_ONE = replace(SMALL, activation_slot_capacity_factor=1.0, vmm=VMM2)
+SLOT_MORE = replace(SMALL, activation_slot_capacity_factor=1.5, vmm=VMM2)
+SLOT_BYTES = replace(SMALL, activation_slot_bytes=2049, num_activation_slots=3)
+CAPPED = replace(SMALL, device_scratch_capacity_factor=5)  # to 2, the number of ranks
+# A rank with one expert receives T * W rows at most, so that vmm has nothing to hold.
+ONE_EXPERT = Config(128, 512, 256, 8, 8, 1, device_scratch_capacity_factor=2, vmm=VmmConfig(8.0))
+# D > F, odd rows, a slot half way: 196608 + 0.5 * (1381632 - 196608).
+WIDE = Config(64, 512, 192, 4, 16, 3, 1.3, activation_slot_capacity_factor=0.5, num_activation_slots=2)
+EXAMPLES = {  # config, W, rows (balanced, device, total), x, scratch (device, host), slot (min, full, useful, chosen)
+    "P1": (SLOT_ONE, 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 13824)),
+    "P1b": (replace(SMALL, vmm=VMM2), 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 2048)),
+    "P2": (SMALL, 2, (8, 8, 8), 1024, (9 * 1280, 0), (2048, 13824, 13824, 2048)),
+    "P3": (SLOT_BYTES, 2, (8, 8, 8), 1024, (9 * 1280, 0), (2048, 13824, 13824, 2176)),  # exact bytes round up
+    "P4": (SLOT_MORE, 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 19712)),  # 2048 + 1.5 * 11776
+    "P5": (replace(SMALL, inference=True, vmm=VMM2), 2, (8, 8, 16), 1024, (9 * 1024, 8 * 1024), (0, 0, 0, 0)),
+    "P6": (CAPPED, 2, (8, 16, 16), 1024, (17 * 1280, 0), (2048, 13824, 26112, 2048)),
+    "P17": (ONE_EXPERT, 8, (1024, 1024, 1024), 131072, (1025 * 3584, 0), (131072, 2099200, 2099200, 131072)),
+    "P18": (WIDE, 4, (256, 333, 333), 65536, (334 * 3200, 0), (196608, 1381632, 1795584, 789120)),
+}
+
+
+@pytest.mark.parametrize("config, W, rows, x, scratch, slot", EXAMPLES.values(), ids=EXAMPLES)
+def test_examples(config, W, rows, x, scratch, slot):
+    plan = plan_memory(config, W)
+    assert (plan.balanced_recv_rows, plan.device_scratch_capacity_rows, plan.total_scratch_capacity_rows) == rows
+    assert plan.saved_input_bytes_per_layer == x
+    assert (plan.device_scratch_bytes, plan.host_scratch_bytes) == scratch
+    assert plan.uses_host_scratch is (scratch[1] > 0)
+    assert slot == (
+        plan.minimum_activation_slot_bytes,
+        plan.balanced_full_save_activation_slot_bytes,
+        plan.maximum_useful_activation_slot_bytes,
+        plan.activation_slot_bytes,
+    )
+    num_slots = 0 if config.inference else config.num_activation_slots
+    assert plan.num_activation_slots == num_slots and plan.inference is config.inference
+    assert plan.total_activation_bytes == num_slots * slot[-1]
+    assert plan.total_device_buffer_bytes == num_slots * slot[-1] + scratch[0]
+    assert plan.total_virtual_bytes == num_slots * slot[-1] + sum(scratch)
+    assert plan.activation_slot_capacity_factor == config.activation_slot_capacity_factor
+
+
+@pytest.mark.parametrize(
+    "changes, slot",
+    [
+        ({}, 1073741824),
+        ({"activation_slot_bytes": 16 * 2**30}, 17179869184),
+        ({"activation_slot_capacity_factor": 1.0}, 32 * 32769 * 65536),
+    ],
+    ids=["minimum", "16 GiB", "factor 1"],
+)
+def test_guide_table(changes, slot):
+    plan = plan_memory(replace(GUIDE, **changes), 16)
+    assert plan.minimum_activation_slot_bytes == 1073741824
+    assert plan.activation_slot_bytes == slot
+    assert plan.device_scratch_bytes == 49153 * 102400
+    assert plan.host_scratch_bytes == (524288 - 49152) * 102400
+    assert plan.total_device_buffer_bytes == slot + 49153 * 102400
+
+
+@pytest.mark.parametrize(
+    "T, K, factor, rows",
+    [
+        (1, 1, 0.5, 1),  # half rounds up
+        (3, 1, 0.5, 2),
+        (5, 1, 0.5, 3),
+        (1, 1, 0.4, 0),  # legal: this rank may receive nothing
+        (8193, 8, 1.0, 65544),
+        (4, 2, 1.9, 15),
+    ],
+)
+def test_rows_are_rounded_half_up(T, K, factor, rows):
+    assert capacity_rows(Config(T, 32, 32, K, 16, 1), 2, factor) == rows
+
+
+@pytest.mark.parametrize(
+    "K, E, W, bound",
+    [
+        (8, 8, 8, 80),  # L = 1: one row of a token at most, 10 tokens of 8 ranks
+        (8, 16, 4, 160),  # L = 4 < K
+        (2, 16, 4, 80),  # K < L
+    ],
+)
+def test_rows_never_exceed_what_routing_can_send(K, E, W, bound):
+    assert capacity_rows(Config(10, 32, 32, K, E, 1), W, float(W)) == bound
+
+
+def test_slot_does_not_depend_on_scratch_factors():
+    factor = replace(SMALL, activation_slot_capacity_factor=1.0)
+    plans = [plan_memory(replace(factor, device_scratch_capacity_factor=f), 2) for f in (0.5, 1.0, 2.0)]
+    assert len({plan.activation_slot_bytes for plan in plans}) == 1
+    assert len({plan.device_scratch_bytes for plan in plans}) == 3
+
+
+@pytest.mark.parametrize("factor, slot", [(0.0, 2048), (1.0, 13824), (1.5, 2048 + 11776 * 3 // 2)])
+def test_slot_factor(factor, slot):
+    assert plan_memory(replace(SMALL, activation_slot_capacity_factor=factor), 2).activation_slot_bytes == slot
+
+
+def test_few_rows_do_not_bring_the_useful_slot_below_the_minimum():
+    plan = plan_memory(Config(1024, 512, 32, 1, 8, 2, device_scratch_capacity_factor=0.01), 8)
+    assert plan.maximum_useful_activation_slot_bytes == plan.minimum_activation_slot_bytes == 2 * 2 * 1024 * 512
+
+
+def test_plans_are_equal_by_value():
+    with_vmm = [replace(SMALL, vmm=VmmConfig(2.0, prefetch=prefetch)) for prefetch in (True, False)]
+    assert plan_memory(with_vmm[0], 2) == plan_memory(with_vmm[1], 2)
+    assert hash(plan_memory(SMALL, 2)) == hash(plan_memory(SMALL, 2))
+    assert plan_memory(SMALL, 2) != plan_memory(SMALL, 4)
+    assert plan_memory(SMALL, 2, device="cpu") == plan_memory(SMALL, 2, device=torch.device("cuda", 0))
+
+
+def test_field_order():
+    names = [f.name for f in fields(MemoryPlan)]
+    assert names[0] == "balanced_recv_rows"
+    assert names[15:18] == ["total_virtual_bytes", "num_activation_slots", "inference"]
+    assert names[-3:] == ["vmm_padding_bytes", "symmetric_bytes", "routing_table_bytes"]
+    plan = plan_memory(replace(SMALL, vmm=VMM2), 2)
+    sections = [getattr(plan, name) for name in names if name.startswith("vmm_")]
+    assert sections == [None, None, None, None, 0]
+
+
+MXFP8 = BlockScaledConfig()
+
+
+@pytest.mark.parametrize(
+    "config, ep_size, error, words",
+    [
+        (SMALL, True, TypeError, "ep_size must be an int"),
+        (SMALL, 2.0, TypeError, "ep_size must be an int"),
+        (SMALL, 0, ValueError, "ep_size must be positive"),
+        (SMALL, -2, ValueError, "ep_size must be positive"),
+        (replace(SMALL, device_scratch_capacity_factor=2.0, vmm=VmmConfig(1.0)), 2, ValueError, "must cover at least"),
+        (replace(SMALL, activation_slot_bytes=1024), 2, ValueError, "minimum required 2048 bytes"),
+        (replace(SMALL, activation_slot_bytes=2047), 2, ValueError, "minimum required 2048 bytes"),
+        (Config(2**26, 32, 32, 8, 8, 1), 4, ValueError, "at most 2147483647, got 2147483648; .*int32"),
+        (replace(SMALL, block_scaled=MXFP8), 2, NotImplementedError, "block-scaled execution .mxfp8_e4m3."),
+        # two rules broken: the first is named
+        (replace(SMALL, activation_slot_bytes=0), 0, ValueError, "ep_size"),
+        (
+            replace(SMALL, device_scratch_capacity_factor=2.0, vmm=VmmConfig(1.0), activation_slot_bytes=0),
+            2,
+            ValueError,
+            "must cover at least",
+        ),
+        (replace(SMALL, activation_slot_bytes=0, block_scaled=MXFP8), 2, ValueError, "minimum required"),
+    ],
+)
+def test_refused(config, ep_size, error, words):
+    with pytest.raises(error, match=words):
+        plan_memory(config, ep_size)
+
+
+def test_the_largest_row_maps():
+    config = Config(2**28 - 1, 32, 32, 1, 8, 1)
+    assert plan_memory(config, 8).balanced_recv_rows == 2**28 - 1  # 8 * (2^28 - 1) routes is below 2^31
+    with pytest.raises(ValueError, match="int32"):
+        plan_memory(replace(config, num_local_input_tokens=2**28), 8)
+
+
+def test_factors_are_compared_after_the_clamp():
+    assert plan_memory(replace(SMALL, device_scratch_capacity_factor=5.0, vmm=VMM2), 2).host_scratch_bytes == 0
+
+
+def test_physical_mapping_is_refused_with_a_device():
+    with pytest.raises(NotImplementedError, match="host scratch"):
+        plan_memory(replace(SMALL, vmm=VMM2), 2, device="cuda")
+    plan_memory(replace(SMALL, vmm=VmmConfig(1.0)), 2, device="cuda")  # needs no host bytes
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (replace(SMALL, device_scratch_capacity_factor=5.0), "capped to 2"),
+        (replace(SMALL, activation_slot_bytes=13825), "more than the 13824 bytes"),
+        (replace(SMALL, device_scratch_capacity_factor=2.0), None),  # exactly the number of ranks
+        (replace(SMALL, activation_slot_bytes=13824), None),
+        (SMALL, None),
+    ],
+)
+def test_warnings(config, words, caplog):
+    plan_memory(config, 2)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (words is not None)
+    assert words is None or words in messages[0]
+
+
+# Scratch layout
+
+
+def test_scratch_layout_example():
+    expected = {"x": 896, "h1": 640, "h2": 512, "h3": 384, "g2": 512, "dy": 384}
+    assert scratch_layout(Config(4, 32, 32, 1, 4, 1), 1024, 2) == expected
+    assert scratch_layout(Config(4, 32, 32, 1, 4, 1, inference=True), 1024, 2) == {
+        "x": 896,
+        "h1": 640,
+        "h2": 512,
+        "h3": 896,
+    }
+
+
+def test_scratch_layout_refuses_what_does_not_fit():
+    with pytest.raises(AssertionError, match="3 rows do not fit in 640 bytes"):
+        scratch_layout(Config(4, 32, 32, 1, 4, 1), 640, 3)
+
+
+# Symmetric regions and tables
+
+
+@pytest.mark.parametrize(
+    "K, W, expected",
+    [
+        (1, 1, False),  # exactly 1
+        (2, 1, True),  # 2 routes, one rank
+        (2, 2, False),  # 1.33
+        (3, 2, True),  # 1.71
+        (8, 2, True),  # 4.02
+        (8, 8, True),  # 1.52, just above the border
+        (8, 9, False),  # 1.46, just below
+        (8, 64, False),  # 1.06
+        (64, 64, True),  # 1.57
+    ],
+)
+def test_dedup(K, W, expected):
+    config = Config(4, 32, 32, K, 72 * W, 1)
+    pairs = W * (1 - (1 - 1 / W) ** K)
+    assert dedup(config, W) is (K / pairs >= 1.5)
+    assert dedup(config, W) is expected
+
+
+def test_symmetric_regions_of_training():
+    regions = symmetric_regions(Config(100, 256, 128, 8, 64, 1), 2)
+    assert regions == {
+        "tokens": ((2, 100, 256), torch.bfloat16),
+        "header": ((16,), torch.int64),
+        "ids": ((100, 8), torch.int16),
+        "scores": ((100, 8), torch.float32),
+        "outputs": ((100, 2, 256), torch.bfloat16),  # de-duplicated: one row a rank
+        "score_grads": ((100, 8), torch.float32),
+        "signals": ((3, 2), torch.int64),
+        "abort_text": ((256,), torch.uint8),
+    }
+
+
+def test_symmetric_regions_of_inference():
+    regions = symmetric_regions(Config(100, 256, 128, 8, 64, 1, inference=True), 16)
+    assert regions["tokens"] == ((1, 100, 256), torch.bfloat16)
+    assert regions["outputs"] == ((100, 8, 256), torch.bfloat16)  # one row a route
+    assert regions["signals"] == ((3, 16), torch.int64)
+    assert "score_grads" not in regions
+
+
+def test_one_rank_sends_one_row_a_token():
+    assert symmetric_regions(Config(5, 32, 32, 4, 8, 1), 1)["outputs"][0] == (5, 1, 32)
+
+
+def test_plan_reports_symmetric_regions_and_tables():
+    plan = plan_memory(Config(100, 256, 128, 8, 64, 1, device_scratch_capacity_factor=1.5), 2)
+    assert dict(plan.symmetric_bytes) == {
+        "tokens": 102400,
+        "header": 128,
+        "ids": 1600,
+        "scores": 3200,
+        "outputs": 102400,
+        "score_grads": 3200,
+        "signals": 48,
+        "abort_text": 256,
+    }
+    # four int32 tables of 1200 rows, 33 int32 starts, 2 int64 row counts, one int32 count of pairs
+    assert plan.routing_table_bytes == 4 * 4 * 1200 + 4 * 33 + 8 * 2 + 4
+
+
+def test_tables_are_sized_by_all_rows_host_scratch_included():
+    assert routing_table_bytes(replace(SMALL, vmm=VMM2), 2) == 4 * 4 * 16 + 4 * 3 + 8 * 2 + 4
+
+
+# Words
+
+
+def test_explain_of_training():
+    text = plan_memory(replace(SMALL, num_activation_slots=2, vmm=VMM2), 2).explain()
+    for words in (
+        "8 balanced / 8 device / 16 total",
+        "1 device / 2 total",
+        "activation slots: 2 slot(s) x 2.000 KiB (2,048 bytes) = 4.000 KiB (4,096 bytes) (minimum all-recompute)",
+        "device scratch: 11.250 KiB (11,520 bytes)",
+        "host overflow scratch: 10.000 KiB (10,240 bytes)",
+        "total device buffer: 15.250 KiB (15,616 bytes)",
+        "activation slot minimum: 2.000 KiB",
+        "activation slot balanced full-save: 13.500 KiB (13,824 bytes)",
+        "activation slot maximum useful: 25.500 KiB (26,112 bytes)",
+        "virtual address range: 25.250 KiB (25,856 bytes); all layers recompute at the minimum",
+        "soft limit",
+        "routing tables of a call: 288 B",
+        "symmetric regions: 4.500 KiB (4,608 bytes)",
+        "tokens: 2.000 KiB (2,048 bytes)",
+    ):
+        assert words in text, words
+    assert " 0.000" not in text
+
+
+def test_explain_of_inference():
+    plan = plan_memory(replace(SMALL, inference=True), 2)
+    text = plan.explain()
+    assert "activation slots: 0 slot(s)" in text
+    assert "scratch-only inference; no saved activations" in text
+    assert "hard limit" in text
+    assert "across" not in text and "score_grads" not in text
+    assert plan.total_device_buffer_bytes == plan.device_scratch_bytes
+
+
+@pytest.mark.parametrize(
+    "changes, policy, note",
+    [
+        ({}, "minimum all-recompute", "all layers recompute at the minimum"),
+        ({"activation_slot_bytes": 4096}, "exact per-slot bytes", "may avoid recompute for some layers"),
+        ({"activation_slot_bytes": 13824}, "exact per-slot bytes", "balanced routing fits, larger routing may"),
+        ({"activation_slot_bytes": 26112}, "exact per-slot bytes", "all executable routing fits"),
+        ({"activation_slot_capacity_factor": 0.25}, "balanced capacity factor 0.25", "may avoid recompute"),
+        ({"activation_slot_capacity_factor": 1.0}, "balanced capacity factor 1)", "balanced routing fits"),
+        ({"activation_slot_capacity_factor": 0.0}, "balanced capacity factor 0)", "all layers recompute"),
+    ],
+)
+def test_explain_names_policy_and_consequence(changes, policy, note):
+    text = plan_memory(replace(SMALL, vmm=VMM2, **changes), 2).explain()
+    assert policy in text and note in text
+
+
+@pytest.mark.parametrize(
+    "num_bytes, text",
+    [
+        (0, "0 B (0 bytes)"),
+        (1023, "1023 B (1,023 bytes)"),
+        (1024, "1.000 KiB (1,024 bytes)"),
+        (3 * 2**20 // 2, "1.500 MiB (1,572,864 bytes)"),
+        (2**40, "1024.000 GiB (1,099,511,627,776 bytes)"),
+    ],
+)
+def test_format_bytes(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+def test_to_dict_holds_every_field_as_json_takes_it():
+    plan = plan_memory(replace(SMALL, vmm=VMM2), 2)
+    values = plan.to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values == asdict(plan) | {"symmetric_bytes": dict(plan.symmetric_bytes)}
