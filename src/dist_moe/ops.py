@@ -111,24 +111,24 @@ def _expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor
     return w13.detach().view(L, 2 * F, D), w2.detach().view(L, D, F)
 
 
-def _setup_context(autograd_ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     _, ids_TK, scores_TK, w13, w2, save, slot, _, context = inputs
     state = output[1]
-    autograd_ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *state)
-    autograd_ctx.handle, autograd_ctx.slot = context, slot
+    ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *state)
+    ctx.handle, ctx.slot = context, slot
     # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
     tracing = torch.compiler.is_compiling() or type(output[0]) is not Tensor
-    autograd_ctx.saved_forward = None if tracing or not save else live_context(context).newest
+    ctx.saved_forward = None if tracing or not save else live_context(context).newest
 
 
-def _backward(autograd_ctx, grad_out_TD, _grad_state):
-    ids_TK, scores_TK, w13, w2, *state = autograd_ctx.saved_tensors
-    context = live_context(autograd_ctx.handle)
+def _backward(ctx, grad_out_TD, _grad_state):
+    ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
+    context = live_context(ctx.handle)
     if not state:
         raise RuntimeError("dist_moe::bf16_forward was called with save=False, so it has no backward")
-    if autograd_ctx.saved_forward is not None:
-        context.require_newest(autograd_ctx.saved_forward)
-    _, _, _, needs_w13, needs_w2 = autograd_ctx.needs_input_grad[:5]
+    if ctx.saved_forward is not None:
+        context.require_newest(ctx.saved_forward)
+    _, _, _, needs_w13, needs_w2 = ctx.needs_input_grad[:5]
     grads = bf16_backward(
         grad_out_TD,
         ids_TK,
@@ -139,8 +139,8 @@ def _backward(autograd_ctx, grad_out_TD, _grad_state):
         needs_w13,
         needs_w2,
         context.config.wgrad_dtype or w13.dtype,
-        autograd_ctx.slot,
-        autograd_ctx.handle,
+        ctx.slot,
+        ctx.handle,
     )
     grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
     return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None, *[None] * 4
