@@ -1,0 +1,73 @@
+"""Device helpers of the kernels: flags at system scope, clock, proxy fence. The only file with inline PTX.
+
+Every piece of inline PTX has its interpreted twin registered here. Flags are int64 words in symmetric memory: a writer
+makes its data visible with store_release, a reader that has polled the value may read that data. A volatile load has no
+acquire and is not a poll.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+# Grid of a persistent kernel when interpreted: two, so that work is really split; each program more is only slower.
+NUM_PROGRAMS_INTERPRETED = 2
+
+_CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
+_PROXY_FENCE = tl.constexpr("fence.proxy.async; mov.u32 $0, 0;")
+
+
+@triton.jit
+def poll(flag_ptr):
+    """The int64 at flag_ptr, acquired at system scope: sm_90 and later make it one load, not a read-modify-write."""
+    return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def store_release(flag_ptr, value):
+    """*flag_ptr = value, released at system scope: what this program wrote before it is visible to who polls it."""
+    tl.debug_barrier()  # the releasing thread is one of many: the others' stores must come first
+    tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
+
+
+@triton.jit
+def clock_ns():
+    """The GPU's global timer in nanoseconds, int64; the same for all programs of a device.
+
+    Every warp reads its own: a loop that ends by the clock needs num_warps=1, else the warps may part in it.
+    """
+    return tl.inline_asm_elementwise(_CLOCK_NS, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def proxy_fence():
+    """Orders generic accesses before later TMA ones: between acquiring a flag and a TMA load of what it guards."""
+    tl.inline_asm_elementwise(_PROXY_FENCE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def is_interpreting() -> bool:
+    """Whether the kernels of this process run in Triton's interpreter."""
+    return not isinstance(poll, triton.JITFunction)
+
+
+def num_programs(device: torch.device, num_sms: int | None = None) -> int:
+    """Programs of a persistent kernel: the device's SMs, at most num_sms; 2 when interpreting."""
+    available = NUM_PROGRAMS_INTERPRETED if is_interpreting() else _num_sms(torch.device(device))
+    return available if num_sms is None else min(available, num_sms)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+if is_interpreting():
+    import time
+
+    import numpy as np
+
+    from dist_moe._interpreter import register_asm
+
+    register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
+    register_asm(_PROXY_FENCE.value, lambda: np.zeros(1))

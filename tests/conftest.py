@@ -1,0 +1,120 @@
+"""Fixtures, and what of the suite this machine cannot run.
+
+On a machine without a CUDA device kernels run in Triton's interpreter: the variable must be set before anything
+imports triton, so it comes first here. With a device they run compiled, unless TRITON_INTERPRET is set by hand.
+"""
+
+import os
+import sys
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import hypothesis
+import pytest
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+NUM_GPUS = torch.cuda.device_count()
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+# What cannot run here
+
+
+def _missing(item: pytest.Item) -> tuple[str, str] | None:
+    """(marker, reason) if this machine lacks what the test is marked with."""
+    if (marker := item.get_closest_marker("ranks")) is not None:
+        wanted = marker.kwargs.get("n", marker.args[0] if marker.args else 2)
+        if NUM_GPUS < wanted:
+            return "ranks", f"needs {wanted} GPUs, found {NUM_GPUS}"
+    for name in ("gpu", "sm100", "interpreter"):
+        if item.get_closest_marker(name) is None:
+            continue
+        if name != "interpreter" and (NUM_GPUS == 0 or INTERPRETING):
+            return name, "TRITON_INTERPRET is set" if NUM_GPUS else "no CUDA device"
+        if name == "sm100" and torch.cuda.get_device_capability()[0] != 10:
+            return name, f"the GPU is sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+        if name == "interpreter" and not INTERPRETING:
+            return name, "kernels run compiled; set TRITON_INTERPRET=1"
+    return None
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k: count only what was asked for
+def pytest_collection_modifyitems(config, items):
+    kept, left_out, counts = [], [], {}
+    for item in items:
+        reason = _missing(item)
+        if reason is None:
+            kept.append(item)
+        else:
+            left_out.append(item)
+            counts[reason] = counts.get(reason, 0) + 1
+    items[:] = kept
+    config.stash[_COUNTS] = counts
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+_COUNTS = pytest.StashKey[dict[tuple[str, str], int]]()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    counts = config.stash.get(_COUNTS, {})
+    if counts:
+        parts = [f"{count} {marker} ({reason})" for (marker, reason), count in sorted(counts.items())]
+        terminalreporter.write_line("not run here: " + ", ".join(parts))
+
+
+# Fixtures
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU when they are interpreted."""
+    return torch.device("cpu" if INTERPRETING else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+    return 0
+
+
+def _fill_with_garbage(t: torch.Tensor) -> torch.Tensor:
+    if t.dtype == torch.bool:
+        return t.fill_(True)
+    if not (t.is_floating_point() or t.is_complex()):
+        return t.fill_(torch.iinfo(t.dtype).max // 3)
+    if t.element_size() == 1:  # all ones is NaN in every fp8 format
+        t.view(torch.uint8).fill_(0xFF)
+        return t
+    return t.fill_(float("nan"))
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh uninitialised tensors of dist_moe hold NaN, or large integers: what is never written fails loudly."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            t = make(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return t
+            by_us = sys._getframe(1).f_globals.get("__name__", "").startswith("dist_moe")
+            return _fill_with_garbage(t) if by_us else t
+
+        return wrapper
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
