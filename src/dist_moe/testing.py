@@ -195,6 +195,10 @@ TOLERANCES = {
     "rmsnorm": Tolerance(ulps=1),  # behind rsqrt
     "gemm": Tolerance(rows_db=50.0),  # one BF16 GEMM
     "path": Tolerance(rows_db=44.0),  # the whole BF16 path
+    # Its gradients. The oracle path against the dense layer on the CPU (tests/path_cases.py): grad_x 40.6 in the worst
+    # row; grad_scores of a rank as one row 49; weight gradients, an expert as one row, 45.9 (W13) and 49 (W2). A single
+    # row of a weight gradient can be near 0 and mean nothing.
+    "path_grads": Tolerance(rows_db=38.0),
     "mxfp8_gemm": Tolerance(rows_db=50.0),  # against its dequantised operands
     "mxfp8": Tolerance(rows_db=25.0),  # against BF16
     "nvfp4_gemm": Tolerance(rows_db=50.0),
