@@ -13,7 +13,7 @@ from ._device import num_programs, store_release
 
 FAULT_WORDS = tl.constexpr(shapes.FAULT_WORDS)
 MAX_OUTS = 4
-BLOCK = 8192
+BLOCK = 1024
 
 
 @triton.jit
