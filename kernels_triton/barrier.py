@@ -146,13 +146,13 @@ def _verify(
             wrong_W = found_W != tl.load(header_ptr_0 + word)
         key = tl.minimum(key, tl.min(tl.where(wrong_W & mask_w, offs_w * 8 + word, BLOCK_W * 8)))
     if key < BLOCK_W * 8:
-        rank = key // 8
-        word = key % 8
-        expected = tl.load(header_ptr_0 + word)
-        if word == T_WORD:
+        wrong_rank = key // 8
+        wrong_word = key % 8
+        expected = tl.load(header_ptr_0 + wrong_word)
+        if wrong_word == T_WORD:
             expected = num_tokens_max.to(tl.int64)
-        found = tl.load(tl.load(header_table_ptr + rank).to(tl.pointer_type(tl.int64)) + word)
-        set_fault(fault_ptr, MISMATCH, rank, word, expected, found)
+        found = tl.load(tl.load(header_table_ptr + wrong_rank).to(tl.pointer_type(tl.int64)) + wrong_word)
+        set_fault(fault_ptr, MISMATCH, wrong_rank, wrong_word, expected, found)
 
 
 def verify(*, header, num_tokens_max, rank, fault_F):
