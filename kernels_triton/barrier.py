@@ -109,7 +109,7 @@ def _wait(
     if fault == 0:
         if flag < target:
             set_fault(fault_ptr, TIMEOUT, w, STAGE, target // 2, 0)
-        elif flag & 1 != 0:
+        elif flag == target + 1:  # of this generation; a peer that is ahead has passed it, whatever it did later
             set_fault(fault_ptr, ABORTED, w, STAGE, 0, 0)
 
 

@@ -109,6 +109,7 @@ def test_wait_example(virtual):
     for flags, fault in (
         ([10, 10], None),
         ([12, 10], None),  # rank 0 is one ahead
+        ([13, 10], None),  # and has given up there: a matter of the next wait
         ([10, 8], (shapes.FAULT_TIMEOUT, 1, COMBINED, 5, 0)),
         ([10, 9], (shapes.FAULT_TIMEOUT, 1, COMBINED, 5, 0)),  # an aborted bit of an older generation
         ([10, 11], (shapes.FAULT_ABORTED, 1, COMBINED, 0, 0)),
