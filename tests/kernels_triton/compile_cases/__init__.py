@@ -1,0 +1,34 @@
+"""Every kernel with the arguments it is compiled for: one file a kernel file, one Case for each choice that matters.
+
+compile_cases/<module>.py holds CASES, a tuple of rows like this one:
+
+    Case(
+        "grouped_gemm:_rows_times_weight",       # module of dist_moe.kernels_triton : kernel
+        {"x_ptr": "*bf16", "x_stride": "i64", "x_desc": "tensordesc<bf16[128, 64]>"},  # every argument that is no
+                                                 # constexpr: * pointer; bf16 fp32 i32 i64 u8 fp8e4nv ...
+        {"BLOCK_M": 128, "W": 2},                # every constexpr
+        name="train",                            # tells cases of one kernel apart
+        num_warps=8, num_stages=3,               # as the launcher passes them
+        aligned=("x_stride",),                   # integers that are multiples of 16; pointers are unless `unaligned`
+        expect=("st.global.v4.b32",),            # what the PTX must hold, on both targets ...
+        expect_sm90=("wgmma.mma_async",),        # ... or on one
+        expect_sm100=("tcgen05.mma",),
+        forbid=("ld.volatile",),                 # what it must not hold
+        archs=(100,),                            # default (90, 100)
+    )
+
+Spilled bytes and too much shared memory fail in every case. Choose the sizes that are really used (the widest tile, a
+real number of experts), not the small ones of the interpreted tests. A launched kernel without a row fails
+test_compile.py; helpers, which other jit functions call, need none. To look at a result:
+
+    python -m tests.compile_check WORD --ptx /tmp/ptx
+"""
+
+import importlib
+import pkgutil
+
+CASES = tuple(
+    case
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name)
+    for case in importlib.import_module(f"{__name__}.{module.name}").CASES
+)

@@ -1,0 +1,36 @@
+"""The smallest kernels around the helpers of _device: interpreted by test_device.py, compiled by test_compile.py."""
+
+import triton
+import triton.language as tl
+
+from dist_moe.kernels_triton._device import clock_ns, poll, proxy_fence, store_release
+
+
+@triton.jit
+def _poll(flag_ptr, out_ptr):
+    tl.store(out_ptr, poll(flag_ptr))
+
+
+@triton.jit
+def _wait_then_copy(flag_ptr, x_ptr, out_ptr, target, N: tl.constexpr):
+    """The reader's side of a flag: poll, fence, read."""
+    flag = poll(flag_ptr)
+    while flag < target:
+        flag = poll(flag_ptr)
+    proxy_fence()
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.load(x_ptr + i))
+
+
+@triton.jit
+def _copy_then_release(x_ptr, out_ptr, flag_ptr, value, N: tl.constexpr):
+    """The writer's side of a flag: write, release."""
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.load(x_ptr + i))
+    store_release(flag_ptr, value)
+
+
+@triton.jit
+def _read_clock(out_ptr, N: tl.constexpr):
+    for i in tl.static_range(N):
+        tl.store(out_ptr + i, clock_ns())
