@@ -1,4 +1,4 @@
-"""barrier: flags are released and acquired at system scope; a poll is one load, nothing is read-modify-written by it."""
+"""barrier: flags are released and acquired at system scope; a poll is one load, never a read-modify-write."""
 
 from dist_moe import shapes
 from tests.compile_check import Case
