@@ -114,13 +114,16 @@ def run_virtual(
     backward = all(rank.grad_out_TD is not None for rank in inputs)
     names = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
     leaves = [{name: getattr(rank, name).detach().requires_grad_(backward) for name in names} for rank in inputs]
+    for leaf in leaves:
+        for name in ("w13_L2FD", "w2_LDF"):
+            leaf[name].grad_dtype = config.wgrad_dtype or leaf[name].dtype
     with torch.set_grad_enabled(backward):
-        outs = routed_experts([RankInputs(ids_TK=rank.ids_TK, **l) for rank, l in zip(inputs, leaves, strict=True)], context)
+        outs = routed_experts([RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)], context)
     results = [RankResults(out.detach()) for out in outs]
     if backward:
         torch.autograd.backward(outs, [rank.grad_out_TD for rank in inputs])
-        for result, l in zip(results, leaves, strict=True):
+        for result, leaf in zip(results, leaves, strict=True):
             for name in names:
-                setattr(result, f"grad_{name}", l[name].grad)
+                setattr(result, f"grad_{name}", leaf[name].grad)
     context.check()
     return results

@@ -1,0 +1,249 @@
+"""The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_moe import create_context, testing
+from dist_moe.symm import World
+from dist_moe.virtual import RankInputs, routed_experts, run_virtual
+
+from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
+
+BACKENDS = ("reference", "triton")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+def to(device, inputs: list[RankInputs]) -> list[RankInputs]:
+    return [RankInputs(*(tensor.to(device) for tensor in vars(rank).values())) for rank in inputs]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_path_against_dense_layer(case, backend, device):
+    inputs = case.inputs()
+    results = run_virtual(case.W, case.config(), to(device, inputs), device=device, backend=backend)
+    assert_results_close(to_cpu(results), dense(case, inputs))
+
+
+def to_cpu(results):
+    return [replace(result, **{name: tensor.cpu() for name, tensor in vars(result).items()}) for result in results]
+
+
+@pytest.mark.parametrize("K, E", [(2, 4), (4, 8)], ids=["per-route", "de-duplicated"])
+def test_recomputed_from_x_equals_saved_bit_for_bit(K, E, backend, device):
+    saved = Case("saved", K=K, E=E, routing="zipf(1.0)")
+    inputs = to(device, saved.inputs())
+    first, again, recomputed = (
+        run_virtual(case.W, case.config(), inputs, device=device, backend=backend)
+        for case in (saved, saved, replace(saved, slot_factor=None))
+    )
+    assert_results_equal(first, again)
+    assert_results_equal(first, recomputed)
+
+
+def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(backend):
+    """Three layers with room for one full save: the first keeps its rows, the others recompute; the bits are the same."""
+    case = Case("three layers", routing="balanced")
+    outs = []
+    for factor in (0.0, 0.4, 1.0):
+        config = case.config(max_moe_layers_per_activation_slot=3, activation_slot_capacity_factor=factor)
+        with create_context(group=World.virtual(2), config=config, backend=backend) as context:
+            inputs = case.inputs()
+            x = [rank.x_TD.requires_grad_() for rank in inputs]
+            kept = []
+            for _ in range(3):
+                outs_TD = routed_experts(inputs, context)
+                kept.append(outs_TD[0].grad_fn.calls[0].place[0].item())
+                inputs = [replace(rank, x_TD=out) for rank, out in zip(inputs, outs_TD, strict=True)]
+            torch.autograd.backward(outs_TD, [rank.grad_out_TD for rank in inputs])
+            context.check()
+            assert kept == {0.0: [0, 0, 0], 0.4: [1, 0, 0], 1.0: [1, 1, 1]}[factor]
+            assert not context.ranks[0].slot_used_NW.any() and not context.ranks[1].slot_layers_N.any()
+            outs.append([out.detach() for out in outs_TD] + [tensor.grad for tensor in x])
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("score, expected", [(0.0, 0.0), (0.25, float("nan"))])
+def test_padding_rows_that_are_not_finite_stay_alone(score, expected, backend):
+    """Rows of NaN and Inf with score 0 change nothing and come out as 0; with a score they spoil their own row alone."""
+    for slot_factor in (1.0, None):
+        case = Case("padding", K=2, E=4, slot_factor=slot_factor)
+        clean, dirty = case.inputs(), case.inputs()
+        for inputs, fill in ((clean, 0.0), (dirty, float("nan"))):
+            for rank in inputs:
+                rank.scores_TK[1::3] = 0.0 if fill == 0.0 else score
+                rank.x_TD[1::3] = fill
+                rank.grad_out_TD[1::3] = 0.0
+            inputs[0].x_TD[4] *= float("inf") if fill else 0.0
+        expected_results, results = (run_virtual(2, case.config(), inputs, backend=backend) for inputs in (clean, dirty))
+        for result, wanted in zip(results, expected_results, strict=True):
+            others = torch.tensor([t % 3 != 1 for t in range(case.T)])
+            assert torch.equal(result.out_TD[others], wanted.out_TD[others])
+            assert torch.equal(result.grad_x_TD[others], wanted.grad_x_TD[others])
+            padding = result.out_TD[~others]
+            assert torch.equal(padding, torch.full_like(padding, expected)) or padding.isnan().all() and expected != 0.0
+            if score == 0.0:
+                for name in ("grad_scores_TK", "grad_w13_L2FD", "grad_w2_LDF"):
+                    assert torch.equal(getattr(result, name), getattr(wanted, name)), name
+
+
+def test_a_score_of_zero_on_a_real_row_has_a_gradient(backend):
+    case = Case("zero score")
+    inputs = case.inputs()
+    for rank in inputs:
+        rank.scores_TK[:, 0] = 0.0
+    results = run_virtual(2, case.config(), inputs, backend=backend)
+    expected = dense(case, inputs)
+    assert_results_close(results, expected)
+    assert all((result.grad_scores_TK[:, 0] != 0).all() for result in results)
+
+
+def test_fp32_scores_are_not_rounded_to_bf16(backend):
+    """1.0038 is 1 in BF16; in FP32 it moves nearly every output by one unit in the last place."""
+    case = Case("scores", W=2, K=1, E=2, D=32, F=32)
+    inputs = case.inputs()
+    for rank in inputs:
+        rank.scores_TK.fill_(1.0038)
+    results = run_virtual(2, case.config(), inputs, backend=backend)
+    rounded = [replace(rank, scores_TK=rank.scores_TK.bfloat16()) for rank in inputs]
+    others = run_virtual(2, case.config(), rounded, backend=backend)
+    assert all((a.out_TD != b.out_TD).float().mean() > 0.5 for a, b in zip(results, others, strict=True))
+
+
+def test_gate_and_up_are_not_interchangeable():
+    case = Case("swapped halves")
+    inputs = case.inputs()
+    swapped = [replace(rank, w13_L2FD=rank.w13_L2FD.roll(case.F, dims=1)) for rank in inputs]
+    with pytest.raises(AssertionError, match="worst"):
+        assert_results_close(run_virtual(2, case.config(), swapped, backend="reference"), dense(case, inputs))
+
+
+def test_ranks_are_not_interchangeable():
+    case = Case("swapped ranks")
+    inputs = case.inputs()
+    (a, b) = inputs
+    swapped = [replace(a, w2_LDF=b.w2_LDF), replace(b, w2_LDF=a.w2_LDF)]
+    with pytest.raises(AssertionError, match="worst"):
+        assert_results_close(run_virtual(2, case.config(), swapped, backend="reference"), dense(case, inputs))
+
+
+def test_no_grad_equals_grad_and_touches_no_saved_state(backend):
+    case = Case("no grad")
+    config = case.config(max_moe_layers_per_activation_slot=2)
+    with create_context(group=World.virtual(2), config=config, backend=backend) as context:
+        inputs = case.inputs()
+        for rank in inputs:
+            rank.x_TD.requires_grad_()
+        before = routed_experts(inputs, context)
+        slots = [r.buffer[: context.memory_plan.total_activation_bytes].clone() for r in context.ranks]
+        used = context.ranks[0].slot_used_NW.clone()
+        with torch.no_grad():
+            alone = routed_experts(inputs, context)
+        with torch.inference_mode():
+            inferred = routed_experts(inputs, context)
+        for r, slot in zip(context.ranks, slots, strict=True):
+            assert torch.equal(r.buffer[: len(slot)], slot) and torch.equal(r.slot_used_NW, used)
+        torch.autograd.backward(before, [rank.grad_out_TD for rank in inputs])
+        context.check()
+        for out, other, third in zip(before, alone, inferred, strict=True):
+            assert torch.equal(out, other) and torch.equal(out, third)
+            assert not other.requires_grad
+
+
+@pytest.mark.parametrize("K, E", [(1, 4), (2, 4), (4, 8)])
+def test_inference_context_equals_training_context(K, E, backend):
+    case = Case("inference", K=K, E=E)
+    inputs = [replace(rank, grad_out_TD=None) for rank in case.inputs()]
+    serve = case.config(inference=True, activation_slot_capacity_factor=None, num_activation_slots=0)
+    results = [run_virtual(2, config, inputs, backend=backend) for config in (case.config(), serve)]
+    assert all(torch.equal(a.out_TD, b.out_TD) for a, b in zip(*results, strict=True))
+
+
+def test_a_context_serves_calls_of_other_sizes_and_routings(backend):
+    """T is a maximum: every call and rank passes another T, and stale rows of the calls before are never seen."""
+    case = Case("sizes", W=3, K=2, E=6, D=32, F=32)
+    with create_context(group=World.virtual(3), config=case.config(), backend=backend) as context:
+        for seed, sizes in enumerate([(8, 8, 8), (1, 0, 5), (0, 0, 0), (8, 3, 1), (0, 7, 0)]):
+            this = replace(case, seed=seed, routing=("uniform", "one_rank", "dropped(0.5)")[seed % 3])
+            inputs = [
+                RankInputs(*(t[:size] if name in PER_TOKEN else t for name, t in vars(rank).items()))
+                for rank, size in zip(this.inputs(), sizes, strict=True)
+            ]
+            results = run_virtual(3, case.config(), inputs, context=context)
+            if sum(sizes):
+                assert_results_close(results, dense(this, inputs))
+            else:
+                assert all(r.out_TD.shape == (0, 32) and not r.grad_w13_L2FD.any() for r in results)
+
+
+PER_TOKEN = ("x_TD", "ids_TK", "scores_TK", "grad_out_TD")
+
+
+@st.composite
+def any_case(draw, max_tokens: int):
+    W = draw(st.integers(1, 8))
+    L = draw(st.integers(1, 3))
+    E = W * L
+    K = draw(st.integers(1, min(E, 6)))
+    T = draw(st.integers(1, max_tokens))
+    sizes = draw(st.lists(st.integers(0, T), min_size=W, max_size=W))
+    ids = [
+        torch.tensor(draw(st.lists(st.integers(-1, E - 1), min_size=t * K, max_size=t * K)), dtype=torch.int64).view(t, K)
+        for t in sizes
+    ]
+    return Case("drawn", W=W, T=T, D=32, F=32, K=K, E=E, slot_factor=draw(st.sampled_from([None, 1.0])), seed=T), ids
+
+
+def check_any_case(drawn, backend):
+    """Any ids at all, with repetitions and empty slots: the sum over the routes of a token, against the dense layer."""
+    case, ids = drawn
+    inputs = [
+        RankInputs(*(t[: len(own)] if name in PER_TOKEN else t for name, t in vars(rank).items()))
+        for rank, own in zip(replace(case, routing="uniform").inputs(), ids, strict=True)
+    ]
+    for rank, own in zip(inputs, ids, strict=True):
+        rank.ids_TK = own
+    results = run_virtual(case.W, case.config(), inputs, backend=backend)
+    expected = dense(case, inputs)
+    for name in vars(expected[0]):
+        out, ref = (torch.cat([getattr(rank, name) for rank in side]).double() for side in (results, expected))
+        if ref.numel():
+            worst, largest = (out - ref).abs().max().item(), ref.abs().max().item()
+            assert worst <= 0.02 * largest, f"{name}: {worst:.3g} off where the largest value is {largest:.3g}"
+        assert torch.equal(out == 0, ref == 0) or name != "out_TD"
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(any_case(max_tokens=6))
+def test_any_routing_on_the_reference(drawn):
+    check_any_case(drawn, "reference")
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(any_case(max_tokens=4))
+def test_any_routing_on_the_kernels(drawn):
+    check_any_case(drawn, "triton")
+
+
+def test_bars_are_tight_enough():
+    """What must fail does: zeros, a dropped row, two swapped rows, a forgotten score."""
+    case = Case("bars")
+    inputs = case.inputs()
+    good = dense(case, inputs)[0].out_TD
+    testing.assert_close(good, good, "path")
+    swapped = good.clone()
+    swapped[[0, 1]] = good[[1, 0]]
+    for bad in (torch.zeros_like(good), torch.cat([good[:-1], torch.zeros(1, case.D).bfloat16()]), swapped):
+        with pytest.raises(AssertionError):
+            testing.assert_close(bad, good, "path")
+    forgotten = [replace(rank, scores_TK=torch.ones_like(rank.scores_TK)) for rank in inputs]
+    with pytest.raises(AssertionError):
+        testing.assert_close(dense(case, forgotten)[0].out_TD, good, "path")
