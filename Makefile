@@ -1,0 +1,56 @@
+# quickstart: set up, then run the layer once on this machine.   test, lint: what CI runs.
+#
+# The python3 of the shell is used as it is when it has torch >= 2.11 (a GPU machine, perhaps without a network);
+# otherwise .venv is made: with CPU wheels if there is no NVIDIA driver, with the default ones if there is.
+
+PYTHON ?= python3
+TESTS ?= tests
+NEWEST_TRITON := 3.9.0
+
+HAS_TORCH := $(shell $(PYTHON) -c 'from importlib.metadata import version as v; \
+  print(tuple(map(int, v("torch").split(".")[:2])) >= (2, 11))' 2>/dev/null)
+HAS_DRIVER := $(shell test -e /proc/driver/nvidia/version || command -v nvidia-smi >/dev/null 2>&1 && echo True)
+
+ifeq ($(HAS_TORCH),True)
+PY := $(PYTHON)
+SETUP := use-active
+else
+PY := .venv/bin/python
+SETUP := .venv/ready
+endif
+
+.PHONY: quickstart test test-newest-triton lint use-active
+
+quickstart: $(SETUP)
+	$(PY) -m dist_moe demo
+
+test: $(SETUP)
+	$(PY) -m pytest $(TESTS)
+
+# The kernels once more under the newest Triton that the interpreter's repairs know; it stands before the other on the path.
+test-newest-triton: $(SETUP) .venv/triton-$(NEWEST_TRITON)/ready
+	PYTHONPATH=.venv/triton-$(NEWEST_TRITON) TRITON_DEFAULT_FP_FUSION=1 \
+	  $(PY) -m pytest tests/kernels_triton tests/dist_moe/test_interpreter.py
+
+lint: $(SETUP)
+	$(PY) -m ruff check .
+
+use-active:
+	@$(PY) -c 'import dist_moe.kernels_triton' 2>/dev/null || \
+	  $(PY) -m pip install --no-deps --no-build-isolation -e .
+
+.venv/ready: pyproject.toml setup.py constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "dist_moe needs Python 3.11 or newer, found " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+ifeq ($(HAS_DRIVER),True)
+	.venv/bin/python -m pip install -e '.[demo,test,dev]'
+else
+	.venv/bin/python -m pip install $$(grep '^torch==' constraints-cpu.txt)  # by itself: the pin names a CPU wheel
+	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[demo,test,dev]'
+endif
+	touch $@
+
+.venv/triton-$(NEWEST_TRITON)/ready:
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$(NEWEST_TRITON)
+	touch $@
