@@ -1,0 +1,384 @@
+"""route: from all ranks' resolved ids to this rank's row maps, by a counting sort in three launches.
+
+    row(t, e) = row_start[e] + routes to e of all (source rank, token) before t
+
+A block is BLOCK_T consecutive tokens of one source rank; blocks are ordered by source rank, then token. A token names
+an expert at most once (publish resolves repetitions), so inside a block a route comes after as many routes of its expert
+as earlier tokens name it: a prefix sum down one column of a 0/1 matrix tokens x experts. Nothing is sorted, no atomic
+touches data, and each launch needs only what earlier launches wrote.
+
+    _count  grid (blocks,)               pulls the ids of a block from its rank, counts them by expert and by owner
+    _scan   grid (expert tiles + 1,)     prefix sums over the blocks; the last program adds up ranks and finds faults
+    _place  grid (blocks, expert tiles)  writes the maps
+Reads peers' `ids` and `header` after the wait PUBLISHED; writes local memory only. Every rank finds the same faults.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dist_moe import shapes
+from dist_moe.route_plan import RoutePlan
+from dist_moe.shapes import cdiv
+
+from ._fault import set_fault
+
+HEADER_T = tl.constexpr(shapes.HEADER_T)
+NO_EXPERT = tl.constexpr(shapes.NO_EXPERT)
+INVALID_EXPERT = tl.constexpr(shapes.INVALID_EXPERT)
+FAULT_INVALID_ID = tl.constexpr(shapes.FAULT_INVALID_ID)
+FAULT_OVERFLOW = tl.constexpr(shapes.FAULT_OVERFLOW)
+NO_SLOT = tl.constexpr(shapes.MAX_ROUTES)  # larger than any slot number
+
+
+@dataclass(frozen=True)
+class Config:
+    block_t: int  # tokens of a block
+    block_k: int  # K as a power of two
+    count_e: int  # experts of one histogram in _count
+    count_warps: int
+    place_e: int  # experts of one program of _place
+    scan_b: int = 512  # blocks and columns of one step of _scan
+    scan_e: int = 8
+    scan_warps: int = 8
+    place_warps: int = 2
+
+
+def pick_config(T_max: int, K: int, L: int) -> Config:
+    """Blocks of up to 64 tokens and 4096 slots; _place in tiles of 64 tokens x 16 experts.
+
+    Fewer tokens a block make the table blocks x L, which _scan reads, larger than the ids; more leave too few programs
+    at T = 8192. _scan takes narrow tiles of many blocks because its steps follow one another. Virtual
+    ranks on one H200, T = 8192, K = 8, E = 256, microseconds of _count + _scan + _place: W = 1: 3 + 3 + 10 (blocks of
+    32 tokens: 3 + 4 + 12); W = 8: 5 + 7 + 20 (6 + 12 + 17). 2026-11-29, kernel times of torch.profiler.
+    """
+    block_k = triton.next_power_of_2(K)
+    experts = triton.next_power_of_2(L)
+    return Config(
+        block_t=max(1, min(64, 4096 // block_k, triton.next_power_of_2(T_max))),
+        block_k=block_k,
+        count_e=min(max(experts, 32), 256),
+        count_warps=4 if block_k <= 4096 else 16,
+        place_e=min(experts, 16),
+    )
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _count(
+    ids_table_ptr,  # [W] addresses of int16 [T_max, K]
+    header_table_ptr,  # [W] addresses of int64 words
+    ids_ptr,  # [W, T_max, K] int16, local copy
+    below_ptr,  # [blocks, L + 1] int32: routes of the block to local experts below e
+    owner_rows_ptr,  # [blocks, W] int32: routes of the block by owner
+    pairs_ptr,  # [blocks] int32: tokens of the block with a route here
+    invalid_ptr,  # [blocks] int32: first slot of the block with an invalid id, or NO_SLOT
+    fault_ptr,
+    rank,
+    W,
+    L,
+    T_max,
+    blocks_of_rank,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Grid (blocks,).
+
+    Example (W = 2, rank 1, L = 2, K = 2), a block with tokens [3, 2] and [0, 3]: below = [0, 1, 3], owner_rows =
+    [1, 3], pairs = 2, invalid = NO_SLOT.
+    """
+    if tl.load(fault_ptr) != 0:
+        return
+    block = tl.program_id(0)
+    src = block // blocks_of_rank
+    t = (block % blocks_of_rank) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    slot = t[:, None] * K + k[None, :]
+    mask = (t < T_max)[:, None] & (k < K)[None, :]
+    peer_ids = tl.multiple_of(tl.load(ids_table_ptr + src).to(tl.pointer_type(tl.int16)), 16)
+    peer_header = tl.load(header_table_ptr + src).to(tl.pointer_type(tl.int64))
+    # Both loads cross the link and neither waits for the other: ids past T are stale, but they are there.
+    ids = tl.load(peer_ids + slot, mask=mask, other=NO_EXPERT).to(tl.int32)
+    num_tokens = tl.load(peer_header + HEADER_T)
+    ids = tl.where((t < num_tokens)[:, None] & (ids < W * L), ids, NO_EXPERT)
+    first_slot = src * T_max * K
+    tl.store(ids_ptr + first_slot.to(tl.int64) + slot, ids.to(tl.int16), mask=mask)
+
+    tl.store(invalid_ptr + block, tl.min(tl.where(ids == INVALID_EXPERT, first_slot + slot, NO_SLOT)))
+    own = (ids >= rank * L) & (ids < (rank + 1) * L)
+    tl.store(pairs_ptr + block, tl.sum(tl.max(own.to(tl.int32), axis=1)))
+
+    ids = tl.reshape(ids, [BLOCK_T * BLOCK_K])
+    owner = tl.where(ids >= 0, ids // L, 0)
+    w = tl.arange(0, BLOCK_W)
+    owner_rows = tl.histogram(owner, BLOCK_W, mask=ids >= 0)
+    tl.store(owner_rows_ptr + block * W + w, owner_rows, mask=w < W)
+
+    local = ids - rank * L
+    below_row = below_ptr + block.to(tl.int64) * (L + 1)
+    below = 0
+    for e0 in range(0, L, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        here = (local >= e0) & (local < tl.minimum(e0 + BLOCK_E, L))
+        routes = tl.histogram(tl.where(here, local - e0, 0), BLOCK_E, mask=here)
+        tl.store(below_row + e, below + tl.cumsum(routes) - routes, mask=e < L)
+        below += tl.sum(routes)
+    tl.store(below_row + L, below)
+
+
+@triton.jit
+def _scan(
+    below_ptr,
+    owner_rows_ptr,
+    pairs_ptr,
+    invalid_ptr,
+    earlier_ptr,  # [blocks, L] int32: rows of e from earlier blocks
+    first_pair_ptr,  # [blocks] int32
+    first_route_ptr,  # [blocks] int32
+    row_start_ptr,  # [L + 1] int32
+    rank_rows_ptr,  # [W] int64
+    num_pairs_ptr,
+    fault_ptr,
+    W,
+    L,
+    num_blocks,
+    slots_of_rank,
+    capacity,
+    K: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Grid (tiles of the L + 1 columns of `below`, then one program for what has one number a block).
+
+    Example (W = 1, L = 2), blocks with below [0, 1, 3] and [0, 2, 2]: row_start = [0, 3, 5] is the sum of the columns;
+    expert 0 has 1 and 2 rows, expert 1 2 and 0, so earlier = [0, 0] and [1, 2]; first_route = [0, 3]. With pairs 2 and
+    2: first_pair = [0, 2], num_pairs = 4.
+    """
+    if tl.load(fault_ptr) != 0:
+        return
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+        start = tl.zeros([BLOCK_E], dtype=tl.int32)
+        earlier = tl.zeros([BLOCK_E], dtype=tl.int32)
+        for b0 in range(0, num_blocks, BLOCK_B):
+            b = (b0 + tl.arange(0, BLOCK_B)).to(tl.int64)[:, None]
+            below = tl.load(below_ptr + b * (L + 1) + e, mask=(b < num_blocks) & (e <= L), other=0)
+            through = tl.load(below_ptr + b * (L + 1) + e + 1, mask=(b < num_blocks) & (e < L), other=0)
+            rows = tl.where(e < L, through - below, 0)
+            before = earlier[None, :] + tl.cumsum(rows, axis=0) - rows
+            tl.store(earlier_ptr + b * L + e, before, mask=(b < num_blocks) & (e < L))
+            start += tl.sum(below, axis=0)
+            earlier += tl.sum(rows, axis=0)
+        tl.store(row_start_ptr + e, start[None, :], mask=e <= L)
+        return
+
+    w = tl.arange(0, BLOCK_W)
+    rank_rows = tl.zeros([BLOCK_W], dtype=tl.int64)
+    invalid, num_pairs, num_routes = NO_SLOT, 0, 0
+    for b0 in range(0, num_blocks, BLOCK_B):
+        b = b0 + tl.arange(0, BLOCK_B)
+        mask = b < num_blocks
+        pairs = tl.load(pairs_ptr + b, mask=mask, other=0)
+        routes = tl.load(below_ptr + b.to(tl.int64) * (L + 1) + L, mask=mask, other=0)
+        tl.store(first_pair_ptr + b, num_pairs + tl.cumsum(pairs) - pairs, mask=mask)
+        tl.store(first_route_ptr + b, num_routes + tl.cumsum(routes) - routes, mask=mask)
+        num_pairs += tl.sum(pairs)
+        num_routes += tl.sum(routes)
+        invalid = tl.minimum(invalid, tl.min(tl.load(invalid_ptr + b, mask=mask, other=NO_SLOT)))
+    for b0 in range(0, num_blocks, BLOCK_B * BLOCK_E // BLOCK_W):
+        b = (b0 + tl.arange(0, BLOCK_B * BLOCK_E // BLOCK_W))[:, None]
+        mask = (b < num_blocks) & (w < W)[None, :]
+        rank_rows += tl.sum(tl.load(owner_rows_ptr + b * W + w[None, :], mask=mask, other=0), axis=0)
+    tl.store(num_pairs_ptr, num_pairs)
+    tl.store(rank_rows_ptr + w, rank_rows, mask=w < W)
+
+    most = tl.max(rank_rows)
+    if invalid != NO_SLOT:
+        slot = invalid % slots_of_rank
+        set_fault(fault_ptr, FAULT_INVALID_ID, invalid // slots_of_rank, slot // K, slot % K, 0)
+    elif most > capacity:
+        set_fault(fault_ptr, FAULT_OVERFLOW, tl.min(tl.where(rank_rows == most, w, BLOCK_W)), most, capacity, 0)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _place(
+    ids_ptr,
+    below_ptr,
+    earlier_ptr,
+    first_pair_ptr,
+    first_route_ptr,
+    row_start_ptr,
+    row_to_slot_ptr,  # [R] int32, like the three below
+    pair_rows_ptr,
+    pair_start_ptr,
+    pair_output_ptr,
+    fault_ptr,
+    rank,
+    L,
+    T_max,
+    blocks_of_rank,
+    J,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Grid (blocks, tiles of local experts); tile 0 also writes the tables by pair.
+
+    Example (L = 2, K = 2, rank 0), the first block, tokens [0, 1], [1, -1] and [1, 0], with row_start [0, 2, 5]:
+    the columns of experts 0 and 1 are [1, 0, 1] and [1, 1, 1], so the routes have rows 0, 2 | 3 | 4, 1; row_to_slot =
+    [0, 5, 1, 2, 4], pair_start = [0, 2, 3], pair_rows = [0, 2, 3, 4, 1].
+    """
+    if tl.load(fault_ptr) != 0:
+        return
+    block = tl.program_id(0)
+    e0 = tl.program_id(1) * BLOCK_E
+    below_row = below_ptr + block.to(tl.int64) * (L + 1)
+    last_e = tl.where(e0 == 0, L, tl.minimum(e0 + BLOCK_E, L))  # tile 0 is there for the pairs of the whole block
+    if tl.load(below_row + last_e) == tl.load(below_row + e0):
+        return
+    src = block // blocks_of_rank
+    t = (block % blocks_of_rank) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = src * T_max + t
+    mask_t = t < T_max
+    ids_row = ids_ptr + token.to(tl.int64) * K
+
+    # What the slot of t that names e says: 1 + k, and in the upper half how many slots before it lead here; else 0.
+    e = e0 + tl.arange(0, BLOCK_E)
+    named = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
+    num_own = tl.zeros([BLOCK_T], dtype=tl.int32)
+    for k0 in range(0, K, UNROLL):
+        for j in tl.static_range(UNROLL):  # so that its loads are in flight together
+            k = k0 + j
+            local = tl.load(ids_row + k, mask=mask_t & (k < K), other=NO_EXPERT).to(tl.int32) - rank * L
+            named = tl.where(local[:, None] == e[None, :], (num_own << 16)[:, None] + (k + 1), named)
+            num_own += ((local >= 0) & (local < L)).to(tl.int32)
+    start = tl.load(first_route_ptr + block) + tl.cumsum(num_own) - num_own
+
+    first_row = tl.load(row_start_ptr + e, mask=e < L, other=0)
+    first_row += tl.load(earlier_ptr + block.to(tl.int64) * L + e, mask=e < L, other=0)
+    one = (named != 0).to(tl.int32)
+    row = first_row[None, :] + tl.cumsum(one, axis=0) - one
+    mask_te = (named != 0) & (e < L)[None, :]
+    tl.store(row_to_slot_ptr + row, (token * K - 1)[:, None] + (named & 0xFFFF), mask=mask_te)
+    tl.store(pair_rows_ptr + start[:, None] + (named >> 16), row, mask=mask_te)
+
+    if e0 == 0:
+        w = tl.arange(0, BLOCK_W)
+        visited = tl.zeros([BLOCK_T, BLOCK_W], dtype=tl.int32)
+        for k0 in range(0, K, UNROLL):
+            for j in tl.static_range(UNROLL):
+                ids = tl.load(ids_row + k0 + j, mask=mask_t & (k0 + j < K), other=NO_EXPERT).to(tl.int32)
+                owner = tl.where(ids >= 0, ids // L, NO_EXPERT)
+                visited |= (owner[:, None] == w[None, :]).to(tl.int32)
+        lower_ranks = tl.sum(tl.where(w[None, :] < rank, visited, 0), axis=1)
+        arrives = (num_own > 0).to(tl.int32)
+        pair = tl.load(first_pair_ptr + block) + tl.cumsum(arrives) - arrives
+        tl.store(pair_start_ptr + pair, start, mask=num_own > 0)
+        tl.store(pair_output_ptr + pair, token * J + lower_ranks, mask=num_own > 0)
+
+
+def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePlan:
+    """The row maps of this rank; see RoutePlan. Leaves them unwritten when a fault is set or found.
+
+    Args:    ids, header: regions; sizes are taken from them.  capacity_rows: R, rows of the tables.
+    Returns: a new RoutePlan; three launches, none of which waits for the host.
+    Order:   reads peers after the wait PUBLISHED and before this rank's signal COMBINED.
+    """
+    W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
+    L = num_experts // W
+    config = pick_config(T_max, K, L)
+    blocks_of_rank = cdiv(T_max, config.block_t)
+    num_blocks = W * blocks_of_rank
+
+    def table(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    plan = RoutePlan(
+        row_start_P=table(L + 1),
+        rank_rows_W=table(W, dtype=torch.int64),
+        num_pairs_1=table(1),
+        row_to_slot_R=table(capacity_rows),
+        pair_rows_R=table(capacity_rows),
+        pair_start_R=table(capacity_rows),
+        pair_output_R=table(capacity_rows),
+    )
+    ids_WTK = table(W, T_max, K, dtype=torch.int16)
+    below_BP, earlier_BL, owner_rows_BW = table(num_blocks, L + 1), table(num_blocks, L), table(num_blocks, W)
+    pairs_B, invalid_B, first_pair_B, first_route_B = table(4, num_blocks)
+
+    _count[(num_blocks,)](
+        ids.table_W,
+        header.table_W,
+        ids_WTK,
+        below_BP,
+        owner_rows_BW,
+        pairs_B,
+        invalid_B,
+        fault_F,
+        rank,
+        W,
+        L,
+        T_max,
+        blocks_of_rank,
+        K=K,
+        BLOCK_T=config.block_t,
+        BLOCK_K=config.block_k,
+        BLOCK_E=config.count_e,
+        BLOCK_W=max(32, triton.next_power_of_2(W)),
+        num_warps=config.count_warps,
+    )
+    _scan[(cdiv(L + 1, config.scan_e) + 1,)](
+        below_BP,
+        owner_rows_BW,
+        pairs_B,
+        invalid_B,
+        earlier_BL,
+        first_pair_B,
+        first_route_B,
+        plan.row_start_P,
+        plan.rank_rows_W,
+        plan.num_pairs_1,
+        fault_F,
+        W,
+        L,
+        num_blocks,
+        T_max * K,
+        capacity_rows,
+        K=K,
+        BLOCK_B=config.scan_b,
+        BLOCK_E=config.scan_e,
+        BLOCK_W=triton.next_power_of_2(W),
+        num_warps=config.scan_warps,
+    )
+    _place[(num_blocks, cdiv(L, config.place_e))](
+        ids_WTK,
+        below_BP,
+        earlier_BL,
+        first_pair_B,
+        first_route_B,
+        plan.row_start_P,
+        plan.row_to_slot_R,
+        plan.pair_rows_R,
+        plan.pair_start_R,
+        plan.pair_output_R,
+        fault_F,
+        rank,
+        L,
+        T_max,
+        blocks_of_rank,
+        min(K, W),
+        K=K,
+        BLOCK_T=config.block_t,
+        BLOCK_E=config.place_e,
+        BLOCK_W=triton.next_power_of_2(W),
+        UNROLL=min(config.block_k, 8),
+        num_warps=config.place_warps,
+    )
+    return plan
