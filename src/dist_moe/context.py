@@ -257,8 +257,10 @@ class Context:
         raise error
 
     def pop_saved(self, slot: int) -> None:
-        if self._saved[slot]:
-            self._saved[slot].pop()
+        """Note that the newest forward of a slot has its backward; a negative slot means the one saved into last."""
+        stack = self._saved[slot if slot >= 0 or self.newest is None else self.newest.slot]
+        if stack:
+            stack.pop()
 
     # ---- the device ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
 
+NO_SLOT = -1
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
 
 
@@ -29,14 +30,18 @@ def bf16_forward(
     depth: int,
     context: str,
 ) -> tuple[Tensor, list[Tensor]]:
-    """out_TD and, when saving, the state that bf16_backward takes: the route plan and the place record. Collective."""
+    """out_TD and, when saving, the state that bf16_backward takes: the route plan and the place record. Collective.
+
+    With NO_SLOT the state is for show: a checkpoint will drop it and run the forward again before the backward.
+    """
     ctx = live_context(context)
     with ctx.call():
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        if save:
+        saves_in_slot = save and slot != NO_SLOT
+        if saves_in_slot:
             ctx.push_saved(slot, depth)
         w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
-        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, save, slot, depth)
+        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, saves_in_slot, slot, depth)
         moe.forward(ctx.path, ctx.ranks, [call])
     return out_TD, [*call.plan.tensors(), call.place] if save else []
 
@@ -74,7 +79,8 @@ def bf16_backward(
         grads = _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
         w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
         call = moe.BackwardCall(
-            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.contiguous(),
+            # An expanded gradient, sum()'s for one, has strides of 0.
+            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
             ids_TK,
             scores_TK,
             w13_L2FD,
@@ -118,7 +124,7 @@ def _setup_context(ctx, inputs, output):
     ctx.handle, ctx.slot = context, slot
     # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
     tracing = torch.compiler.is_compiling() or type(output[0]) is not Tensor
-    ctx.saved_forward = None if tracing or not save else live_context(context).newest
+    ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).newest
 
 
 def _backward(ctx, grad_out_TD, _grad_state):
@@ -190,8 +196,24 @@ def routed_experts(
         if not isinstance(error, DistMoEError):
             context.refuse(error)
         raise
-    out_TD, _ = bf16_forward(*inputs, save, *context.selected_slot, context.name)
+    slot, depth = context.selected_slot
+    if save and _runs_again_before_backward():
+        slot = NO_SLOT
+    out_TD, _ = bf16_forward(*inputs, save, slot, depth, context.name)
     return out_TD
+
+
+def _runs_again_before_backward() -> bool:
+    """Whether this forward is the first one of a non-reentrant checkpoint, which drops what it saves.
+
+    Nothing public tells. Were torch to rename what is looked at here, the first forward would keep its room in the slot
+    and the second would raise SlotError: loudly wrong. A selective checkpoint keeps the op's outputs instead.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        return False
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return not any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes)
 
 
 def _check(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: ExecutionOptions | None) -> None:

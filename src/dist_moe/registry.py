@@ -161,10 +161,10 @@ def explain(
     call = call_of(device, backend)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
     lines = [plan_memory(config, ep_size).explain(), f"exchange: {scheme}", f"ops on {device}:"]
+    ops_by_answer: dict[str, list[str]] = {}
     for op in OPS:
         impl, reasons = choose(op, call, backend)
         how = impl.backend + (" (interpreted)" if impl.backend == "triton" and call.interpreting else "")
-        lines.append(f"  {op}: {how}" + "".join(f"; not {reason}" for reason in reasons))
+        ops_by_answer.setdefault("; not ".join([how, *reasons]), []).append(op)
+    lines += [f"  {answer}\n    {', '.join(ops)}" for answer, ops in ops_by_answer.items()]
     return "\n".join(lines)
-
-

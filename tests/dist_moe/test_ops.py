@@ -1,0 +1,412 @@
+"""routed_experts: what it takes, what it refuses and in which order, and the custom ops beneath it."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, reference, routed_experts
+from dist_moe.testing import assert_close
+
+T, D, F, K, E = 8, 64, 96, 2, 4
+
+
+def config(**changes) -> Config:
+    fields = {"max_moe_layers_per_activation_slot": 1, "activation_slot_capacity_factor": 1.0}
+    return Config(T, D, F, K, E, **fields | changes)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def context(request):
+    with create_context(group=None, config=config(), device="cpu", backend=request.param) as context:
+        yield context
+
+
+@pytest.fixture
+def fast():
+    with create_context(group=None, config=config(), device="cpu", backend="reference") as context:
+        yield context
+
+
+def inputs(**changes) -> dict:
+    g = torch.Generator().manual_seed(0)
+    fields = {
+        "x_TD": torch.randn(T, D, generator=g).bfloat16(),
+        "topk_expert_ids_TK": torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]),
+        "topk_scores_TK": torch.rand(T, K, generator=g),
+        "w13_weight": (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
+        "w2_weight": (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
+    }
+    return fields | changes
+
+
+def call(context, options=None, **changes):
+    return routed_experts(**inputs(**changes), context=context, options=options)
+
+
+LAYOUTS = {
+    "expert-major": ((E, 2 * F, D), (E, D, F)),
+    "gate axis": ((E, 2, F, D), (E, D, F)),
+    "flattened": ((E * 2 * F, D), (E * D, F)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("wgrad_dtype", [None, torch.float32])
+def test_weight_layouts_and_gradients_in_them(layout, wgrad_dtype):
+    with create_context(group=None, config=config(wgrad_dtype=wgrad_dtype), device="cpu", backend="reference") as context:
+        given = inputs()
+        w13, w2 = (
+            torch.nn.Parameter(given[name].view(shape))
+            for name, shape in zip(("w13_weight", "w2_weight"), LAYOUTS[layout], strict=True)
+        )
+        w13.grad_dtype = w2.grad_dtype = wgrad_dtype or torch.bfloat16
+        x, scores = given["x_TD"].requires_grad_(), given["topk_scores_TK"].requires_grad_()
+        out = call(context, x_TD=x, topk_scores_TK=scores, w13_weight=w13, w2_weight=w2)
+        grad = torch.randn(T, D).bfloat16()
+        out.backward(grad)
+
+        dense13, dense2 = (p.detach().float().requires_grad_() for p in (given["w13_weight"], given["w2_weight"]))
+        x2, s2 = x.detach().requires_grad_(), scores.detach().requires_grad_()
+        expected = reference.dense_moe(x2, given["topk_expert_ids_TK"], s2, dense13, dense2)
+        expected.backward(grad)
+        assert_close(out, expected, "path")
+        assert_close(x.grad, x2.grad, "path_grads")
+        assert_close(scores.grad.view(1, -1), s2.grad.view(1, -1), "path_grads")
+        for parameter, dense in ((w13, dense13), (w2, dense2)):
+            assert parameter.grad.shape == parameter.shape and parameter.grad.dtype == (wgrad_dtype or torch.bfloat16)
+            assert_close(parameter.grad.view(dense.shape).float(), dense.grad, "path_grads")
+
+
+def test_views_are_honoured(context):
+    given = inputs()
+    expected = call(context)
+    wide_x = torch.full((T, D + 32), float("nan")).bfloat16()
+    wide_x[:, :D] = given["x_TD"]
+    wide_ids = torch.full((T, K + 3), 99)
+    wide_ids[:, :K] = given["topk_expert_ids_TK"]
+    tall = torch.full((K, T), float("nan"))
+    tall.T.copy_(given["topk_scores_TK"])
+    out = call(context, x_TD=wide_x[:, :D], topk_expert_ids_TK=wide_ids[:, :K], topk_scores_TK=tall.T)
+    assert torch.equal(out, expected)
+    odd = torch.full((T, D + 1), float("nan")).bfloat16()  # rows at odd addresses
+    odd[:, 1:] = given["x_TD"]
+    assert torch.equal(call(context, x_TD=odd[:, 1:]), expected)
+    assert torch.equal(call(context, topk_expert_ids_TK=given["topk_expert_ids_TK"].int()), expected)
+
+
+def test_a_gradient_that_is_a_view_is_honoured(context):
+    """sum() hands backward an expanded gradient with strides 0."""
+    x = inputs()["x_TD"].requires_grad_()
+    call(context, x_TD=x).float().sum().backward()
+    expanded, x.grad = x.grad, None
+    call(context, x_TD=x).backward(torch.ones(T, D).bfloat16())
+    assert torch.equal(expanded, x.grad)
+    x.grad = None
+    call(context, x_TD=x).backward(torch.ones(D, T).bfloat16().T)
+    assert torch.equal(expanded, x.grad)
+
+
+@pytest.mark.parametrize("wants", ["x_TD", "topk_scores_TK", "w13_weight", "w2_weight"])
+def test_each_gradient_alone(wants, context):
+    """What needs no gradient gets none, and the one that does has the bits it has among the others."""
+    everything = {
+        name: value.requires_grad_() if value.is_floating_point() else value for name, value in inputs().items()
+    }
+    grad = torch.randn(T, D).bfloat16()
+    call(context, **everything).backward(grad)
+    alone = inputs()
+    alone[wants].requires_grad_()
+    call(context, **alone).backward(grad)
+    assert torch.equal(alone[wants].grad, everything[wants].grad)
+    assert all(value.grad is None for name, value in alone.items() if name != wants)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 7, 8])
+def test_fewer_tokens_than_the_maximum(tokens, context):
+    given = inputs()
+    x = given["x_TD"][:tokens].requires_grad_()
+    out = call(
+        context,
+        x_TD=x,
+        topk_expert_ids_TK=given["topk_expert_ids_TK"][:tokens],
+        topk_scores_TK=given["topk_scores_TK"][:tokens],
+    )
+    assert torch.equal(out, call(context)[:tokens])
+    out.float().sum().backward()
+    assert x.grad.shape == (tokens, D)
+
+
+def test_no_expert_gives_exact_zeros_and_no_gradient(context):
+    given = inputs()
+    ids = given["topk_expert_ids_TK"].clone()
+    ids[2], ids[5, 1] = -1, -(2**40)
+    scores = given["topk_scores_TK"].requires_grad_()
+    x = given["x_TD"].requires_grad_()
+    out = call(context, x_TD=x, topk_expert_ids_TK=ids, topk_scores_TK=scores)
+    out.float().square().sum().backward()
+    assert not out[2].any() and not x.grad[2].any() and not scores.grad[2].any() and scores.grad[5, 1] == 0
+    assert out[3].any() and x.grad[5].any() and scores.grad[5, 0] != 0
+
+
+def test_an_expert_named_twice_counts_once_with_both_scores(context):
+    ids = torch.tensor([[1, 1]] * T)
+    scores = inputs()["topk_scores_TK"].requires_grad_()
+    out = call(context, topk_expert_ids_TK=ids, topk_scores_TK=scores)
+    out.float().sum().backward()
+    once = torch.stack([scores.detach().sum(1), torch.zeros(T)], 1).requires_grad_()
+    single = call(context, topk_expert_ids_TK=torch.tensor([[1, -1]] * T), topk_scores_TK=once)
+    single.float().sum().backward()
+    assert torch.equal(out, single)
+    assert torch.equal(scores.grad, once.grad[:, :1].expand(T, K))
+
+
+def test_outputs_are_fresh_and_inputs_untouched(context):
+    given = inputs()
+    before = {name: value.clone() for name, value in given.items()}
+    first = call(context, **given)
+    copy = first.clone()
+    call(context, x_TD=torch.randn(T, D).bfloat16())
+    assert torch.equal(first, copy)
+    assert all(torch.equal(value, before[name]) for name, value in given.items())
+
+
+def test_checkpoint_recomputes_the_same_bits(context):
+    grads = []
+    for recompute in (False, True):
+        given = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in inputs().items()}
+        args = (*given.values(), context)
+        out = checkpoint(routed_experts, *args, use_reentrant=False) if recompute else routed_experts(*args)
+        out.float().square().sum().backward()
+        grads.append([out.detach(), *(v.grad for v in given.values() if v.is_floating_point())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_selective_checkpoint_that_keeps_the_forward(fast):
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(_, op, *args, **kwargs):
+        keep = op == torch.ops.dist_moe.bf16_forward.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    grads = []
+    for options in ({}, {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}):
+        given = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in inputs().items()}
+        run = lambda *args: routed_experts(*args) * 2  # noqa: E731
+        out = checkpoint(run, *given.values(), fast, use_reentrant=False, **options)
+        out.float().square().sum().backward()
+        grads.append([out.detach(), *(v.grad for v in given.values() if v.is_floating_point())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_checkpointed_blocks_of_two_layers_need_room_for_two():
+    """Fifty steps: the slot is empty after each, whatever the checkpoint recomputed."""
+    with create_context(
+        group=None, config=config(max_moe_layers_per_activation_slot=2), device="cpu", backend="reference"
+    ) as context:
+        given = inputs()
+        x = given.pop("x_TD").requires_grad_()
+
+        def block(x):
+            return routed_experts(routed_experts(x, **given, context=context), **given, context=context)
+
+        block(x).float().sum().backward()
+        wanted = x.grad
+        for _ in range(50):
+            x.grad = None
+            checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).float().sum().backward()
+            assert not context.ranks[0].slot_layers_N.any() and not context.ranks[0].slot_used_NW.any()
+        x.grad = None
+        checkpoint(block, x, use_reentrant=False).float().sum().backward()
+        assert torch.equal(x.grad, wanted)
+
+
+def test_evaluation_between_forward_and_backward(context):
+    x = inputs()["x_TD"].requires_grad_()
+    out = call(context, x_TD=x)
+    out.float().sum().backward()
+    wanted, x.grad = x.grad, None
+    out = call(context, x_TD=x)
+    with torch.no_grad():
+        call(context, x_TD=torch.randn(T, D).bfloat16())
+    with torch.inference_mode():
+        call(context)
+    out.float().sum().backward()
+    assert torch.equal(x.grad, wanted)
+
+
+# What is refused. Each row breaks one rule; the order of the rows is the order of the checks.
+
+REFUSED = [
+    (TypeError, "options must be an ExecutionOptions", {"options": "fast"}),
+    (TypeError, "x_TD must be a tensor", {"x_TD": [[1.0]]}),
+    (
+        ValueError,
+        "swiglu_clip_stats_out_3 is on meta",
+        {"options": ExecutionOptions(swiglu_clip_stats_out_3=torch.zeros(3, device="meta"))},
+    ),
+    (ValueError, r"x_TD must be \[T, 64\], got \[8, 32\]", {"x_TD": torch.zeros(T, 32).bfloat16()}),
+    (ValueError, r"x_TD must be \[T, 64\]", {"x_TD": torch.zeros(1, T, D).bfloat16()}),
+    (ValueError, "9 tokens.*must equal or be less", {"x_TD": torch.zeros(T + 1, D).bfloat16()}),
+    (ValueError, r"topk_expert_ids_TK must be \[8, 2\]", {"topk_expert_ids_TK": torch.zeros(T, 3, dtype=torch.long)}),
+    (ValueError, r"topk_scores_TK must be \[8, 2\]", {"topk_scores_TK": torch.zeros(T - 1, K)}),
+    (ValueError, r"\[E, 2, F, D\]", {"w13_weight": torch.zeros(E, 3, F, D).bfloat16()}),
+    (ValueError, "incompatible expert-weight layouts", {"w13_weight": torch.zeros(E * 2 * F, D).bfloat16()}),
+    (ValueError, r"w13_weight must be \[4, 192, 64\] \(L = 4", {"w13_weight": torch.zeros(E, F, D).bfloat16()}),
+    (ValueError, r"w2_weight must be \[4, 64, 96\]", {"w2_weight": torch.zeros(E, F, D).bfloat16()}),
+    (TypeError, "x_TD must be bfloat16, got float16", {"x_TD": torch.zeros(T, D).half()}),
+    (TypeError, "x_TD must be bfloat16, got float64", {"x_TD": torch.zeros(T, D).double()}),
+    (TypeError, "w13_weight must be bfloat16, got float32", {"w13_weight": torch.zeros(E, 2 * F, D)}),
+    (TypeError, "w2_weight must be bfloat16, got float8", {"w2_weight": torch.zeros(E, D, F).to(torch.float8_e4m3fn)}),
+    (TypeError, "topk_expert_ids_TK must be int32 or int64", {"topk_expert_ids_TK": torch.zeros(T, K).short()}),
+    (TypeError, "topk_expert_ids_TK must be int32 or int64", {"topk_expert_ids_TK": torch.zeros(T, K)}),
+    (TypeError, "topk_scores_TK must be bfloat16 or float32", {"topk_scores_TK": torch.zeros(T, K).half()}),
+    (ValueError, "topk_scores_TK is on meta", {"topk_scores_TK": torch.zeros(T, K, device="meta")}),
+    (ValueError, "x_TD must have unit stride along D", {"x_TD": torch.zeros(D, T).bfloat16().T}),
+    (ValueError, "w13_weight must be contiguous", {"w13_weight": torch.zeros(E, D, 2 * F).bfloat16().transpose(1, 2)}),
+    (ValueError, "w2_weight must be contiguous", {"w2_weight": torch.zeros(E, D, 2 * F).bfloat16()[..., ::2]}),
+]
+
+
+@pytest.mark.parametrize("error, words, broken", REFUSED, ids=[re.sub(r"\W+", "-", row[1]) for row in REFUSED])
+def test_refused_arguments(error, words, broken, fast):
+    with pytest.raises(error, match=words):
+        call(fast, **broken)
+    assert call(fast).any()  # the context works on
+
+
+@pytest.mark.parametrize("first, second", list(zip(REFUSED, REFUSED[2:], strict=False)))
+def test_the_first_broken_rule_is_reported(first, second, fast):
+    if first[2].keys() & second[2].keys() or first[1].startswith("9 tokens") or "meta" in first[1] + second[1]:
+        return  # one argument cannot be wrong in two ways here
+    with pytest.raises(first[0], match=first[1]):
+        call(fast, **second[2] | first[2])
+
+
+def test_an_object_that_is_no_context_is_refused():
+    with pytest.raises(TypeError, match="context must be a Context"):
+        call("context")
+
+
+@pytest.mark.parametrize(
+    "options, feature",
+    [
+        (ExecutionOptions(inplace_wgrad_accum=True), "inplace_wgrad_accum"),
+        (ExecutionOptions(weights_preprocess_fn=lambda w: w), "weights_preprocess_fn"),
+        (ExecutionOptions(experts_output_postprocess=lambda h: h), "experts_output_postprocess"),
+        (
+            ExecutionOptions(experts_output_postprocess=RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)),
+            "experts_output_postprocess",
+        ),
+        (ExecutionOptions(wgrad_postprocess_fn=lambda n, g: g), "wgrad_postprocess_fn"),
+        (ExecutionOptions(swiglu_clip_stats_out_3=torch.zeros(3)), "swiglu_clip_stats_out_3"),
+        (ExecutionOptions(wgrad_destination_fn=lambda *a: None), "wgrad_destination_fn"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_built_yet_says_so(options, feature, fast):
+    with pytest.raises(NotImplementedError, match=feature):
+        call(fast, options=options)
+    assert torch.equal(call(fast, options=ExecutionOptions()), call(fast))
+
+
+@pytest.mark.parametrize(
+    "post, words",
+    [
+        (RMSNormPostprocess(0.0, torch.float32, torch.bfloat16), "eps must be finite and positive"),
+        (RMSNormPostprocess(1e-6, torch.float32, torch.float32), "output_dtype must be that of x_TD"),
+        (RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, gain_center=1.0), "gain_center needs a weight"),
+    ],
+)
+def test_a_bad_rmsnorm_is_refused_before_it_is_called_missing(post, words, fast):
+    with pytest.raises(ValueError, match=words):
+        call(fast, options=ExecutionOptions(experts_output_postprocess=post))
+
+
+def test_inference_contexts_take_no_gradients():
+    serve = config(inference=True, activation_slot_capacity_factor=None, num_activation_slots=0)
+    with create_context(group=None, config=serve, device="cpu", backend="reference") as context:
+        x = inputs()["x_TD"].requires_grad_()
+        with pytest.raises(RuntimeError, match="inference contexts do not support autograd"):
+            call(context, x_TD=x)
+        with torch.no_grad():
+            assert torch.equal(call(context, x_TD=x), call(context))
+
+
+# The custom ops
+
+
+def op_arguments(context, save: bool, **changes) -> tuple:
+    return (*inputs(**changes).values(), save, *context.selected_slot, context.name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("save", [False, True])
+def test_forward_op_passes_opcheck(save, layout):
+    deep = config(max_moe_layers_per_activation_slot=64)  # opcheck runs forwards whose backward never comes
+    with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
+        given = inputs()
+        weights = {
+            name: given[name].view(shape).requires_grad_(save)
+            for name, shape in zip(("w13_weight", "w2_weight"), LAYOUTS[layout], strict=True)
+        }
+        x, scores = given["x_TD"].requires_grad_(save), given["topk_scores_TK"].requires_grad_(save)
+        torch.library.opcheck(
+            ops.bf16_forward, op_arguments(context, save, x_TD=x, topk_scores_TK=scores, **weights)
+        )
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
+def test_backward_op_passes_opcheck(needs):
+    """Its state is used up by the first run, so each utility gets a forward of its own."""
+    deep = config(max_moe_layers_per_activation_slot=64)
+    with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
+        for utility in ("test_schema", "test_faketensor"):
+            context.reset()
+            with torch.no_grad():
+                _, state = ops.bf16_forward(*op_arguments(context, True))
+            given = list(inputs().values())
+            arguments = (torch.randn(T, D).bfloat16(), *given[1:], state, *needs, torch.float32, 0, context.name)
+            torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
+
+
+def test_ops_mutate_nothing_and_return_nothing_of_their_arguments():
+    for op in (ops.bf16_forward, ops.bf16_backward):
+        schema = op._opoverload._schema
+        assert not schema.is_mutable
+        assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
+
+
+def test_fakes_have_the_shapes_of_the_real_thing(fast):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    out, state = ops.bf16_forward(*op_arguments(fast, True))
+    fast.reset()
+    with FakeTensorMode() as mode:
+        fake_inputs = {name: mode.from_tensor(value) for name, value in inputs().items()}
+        fake_out, fake_state = ops.bf16_forward(*fake_inputs.values(), True, *fast.selected_slot, fast.name)
+    for real, fake in zip([out, *state], [fake_out, *fake_state], strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+def test_an_op_of_a_closed_context_says_so():
+    with create_context(group=None, config=config(), device="cpu", backend="reference") as context:
+        arguments = op_arguments(context, False)
+    with pytest.raises(RuntimeError, match="is not live"):
+        ops.bf16_forward(*arguments)
+    with pytest.raises(RuntimeError, match="is closed"):
+        call(context)
+
+
+def test_saved_state_is_x_and_h1_and_small_tables():
+    """For backward: x_RD and h1 in the slot, and returned tables of at most 16 bytes a row of capacity, 8 bytes a (local
+    expert, rank), and one fixed record of scalars."""
+    with create_context(group=None, config=config(), device="cpu", backend="reference") as context:
+        _, state = ops.bf16_forward(*op_arguments(context, True))
+        plan, rows, L, W = context.memory_plan, context.path.capacity_rows, E, 1
+        scalars = 16 * 8  # counts and the place record
+        saved = sum(tensor.numel() * tensor.element_size() for tensor in state)
+        assert saved <= 16 * rows + 8 * L * W + scalars
+        used = context.ranks[0].slot_used_NW[0, 0].item()
+        assert used <= (rows + 1) * (2 * D + 4 * F) + 127 and used <= plan.activation_slot_bytes

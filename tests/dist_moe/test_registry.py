@@ -1,0 +1,96 @@
+"""The registry: every op has its rows, a refusal has a reason, nothing is chosen in silence."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from dist_moe import Config, explain, reference
+from dist_moe.registry import BACKENDS, IMPLS, OPS, Call, choose, default_device, needs_triton, resolve
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+CONFIG = Config(8, 64, 96, 2, 4, 1)
+
+
+def call(device=CPU, capability=None, interpreting=False, by_name=False) -> Call:
+    return Call(device, capability, interpreting, by_name)
+
+
+def test_every_op_has_one_row_a_backend():
+    assert sorted((impl.op, impl.backend) for impl in IMPLS) == sorted((op, b) for op in OPS for b in BACKENDS)
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")
+def test_every_row_names_a_function_that_takes_the_arguments_of_the_oracle(impl):
+    module, function = impl.where.split(":")
+    found = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+    wanted = inspect.signature(getattr(reference, impl.op)).parameters
+    assert list(found)[: len(wanted)] == list(wanted)
+    assert all(p.default is not p.empty for name, p in found.items() if name not in wanted)
+
+
+def test_the_kernels_are_preferred_where_they_run():
+    assert choose("route", call(interpreting=True))[0].backend == "triton"
+    assert choose("route", call(CUDA, (9, 0)))[0].backend == "triton"
+    impl, reasons = choose("route", call())
+    assert impl.backend == "reference" and "TRITON_INTERPRET" in reasons[0]
+
+
+def test_the_reference_runs_on_a_gpu_only_when_named():
+    with pytest.raises(RuntimeError, match="(?s)triton: .*7.5.*reference: slow on a GPU"):
+        choose("route", call(CUDA, (7, 5)))
+    assert choose("route", call(CUDA, (7, 5), by_name=True), "reference")[0].backend == "reference"
+
+
+def test_a_named_backend_that_refuses_raises_with_its_reason():
+    with pytest.raises(RuntimeError, match="'triton'.*\n.*interpreted"):
+        choose("route", call(by_name=True), "triton")
+
+
+def test_no_triton_is_a_reason(monkeypatch):
+    monkeypatch.setattr("dist_moe.registry._triton_problem", lambda: "triton is not installed")
+    assert needs_triton(call(interpreting=True)) == "triton is not installed"
+
+
+def test_an_old_triton_is_a_reason_that_names_found_and_needed(monkeypatch):
+    from dist_moe import registry
+
+    monkeypatch.setattr(registry.metadata, "version", lambda name: "3.5.1")
+    registry._triton_problem.cache_clear()
+    assert "3.5.1" in needs_triton(call(interpreting=True)) and "3.6" in needs_triton(call(interpreting=True))
+    monkeypatch.undo()
+    registry._triton_problem.cache_clear()
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(ValueError, match="unknown op 'rout'.*route"):
+        choose("rout", call())
+    with pytest.raises(ValueError, match="unknown backend 'tritn'.*triton, reference"):
+        resolve(CPU, "tritn")
+
+
+def test_resolve_gives_every_op_and_says_which():
+    ops = resolve(CPU, "reference")
+    assert all(getattr(ops, op) is getattr(reference, op) for op in OPS)
+    assert set(ops.backends.values()) == {"reference"} and set(ops.backends) == set(OPS)
+
+
+def test_devices():
+    assert default_device("cpu") == CPU
+    with pytest.raises(ValueError, match="meta"):
+        default_device("meta")
+    if not torch.cuda.is_available():
+        assert default_device() == CPU
+        with pytest.raises(RuntimeError, match="device='cpu'"):
+            default_device("cuda")
+
+
+def test_explain_says_what_runs_and_what_is_allocated():
+    text = explain(CONFIG, 2, device="cpu", backend="reference")
+    for words in ("activation slots", "device scratch", "symmetric regions", "tokens", "per route", "reference"):
+        assert words in text
+    assert all(op in text for op in OPS)
+    assert "de-duplicated" in explain(Config(8, 64, 96, 8, 8, 1), 2, device="cpu")
+    assert "triton (interpreted)" in explain(CONFIG, 2, device="cpu", backend="triton")
