@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.process_group import Died, ranks, run_ranks
 
 from dist_moe import symm
 from dist_moe.errors import DistMoEError, PeerAbortedError, PeerTimeoutError, RankMismatchError
 from dist_moe.symm import World
-from tests.process_group import Died, ranks, run_ranks
 
 REGIONS = {"small": ((3,), torch.int16), "table": ((4, 5), torch.int32), "rows": ((2, 7), torch.bfloat16)}
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.process_group import Died, ranks
 
 from dist_moe import reference, shapes, symm
 from dist_moe.kernels_triton import barrier
 from dist_moe.shapes import COMBINED, PUBLISHED, RESET, STAGE_NAMES
 from dist_moe.symm import World
-from tests.process_group import Died, ranks
 
 BACKENDS = {"reference": reference, "triton": barrier}
 DEADLINE_S = 0.3

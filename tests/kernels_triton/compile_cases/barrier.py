@@ -1,7 +1,8 @@
 """barrier: flags are released and acquired at system scope; a poll is one load, never a read-modify-write."""
 
-from dist_moe import shapes
 from tests.compile_check import Case
+
+from dist_moe import shapes
 
 ACQUIRE = "ld.global.sys.acquire.b64"
 RELEASE = "atom.global.sys.release.exch.b64"
