@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ._rows import RowTile, row_grid
 
-_TILE = RowTile(rows=1, block_d=4096, num_warps=4, programs_per_sm=4)  # 8 KB in flight a program
+_TILE = RowTile(rows=1, block_d=8192)
 
 
 @triton.jit

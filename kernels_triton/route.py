@@ -3,7 +3,7 @@
     row(t, e) = row_start[e] + routes to e of all (source rank, token) before t
 
 A block is BLOCK_T consecutive tokens of one source rank; blocks are ordered by source rank, then token. A token names
-an expert at most once (publish resolves repetitions), so inside a block a route comes after as many routes of its expert
+an expert at most once (publish resolves repetitions), so in a block a route comes after as many routes of its expert
 as earlier tokens name it: a prefix sum down one column of a 0/1 matrix tokens x experts. Nothing is sorted, no atomic
 touches data, and each launch needs only what earlier launches wrote.
 

@@ -35,6 +35,7 @@ class Case:
     name: str = ""
     num_warps: int = 4
     num_stages: int = 3
+    options: Mapping[str, object] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
     expect: tuple[str, ...] = ()
@@ -98,7 +99,7 @@ def _compile(case: Case, arch: int):
         if name in case.aligned or (signature[name].startswith("*") and name not in case.unaligned)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(case.constexprs), attrs=attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

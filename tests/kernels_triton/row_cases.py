@@ -7,7 +7,7 @@ rows.
 from types import SimpleNamespace
 
 import torch
-from hypothesis import strategies as st
+from tests.strategies import Routing
 
 from dist_moe import reference, shapes, testing
 from dist_moe.symm import World
@@ -178,29 +178,18 @@ def random_ranks(device, routing, *, W, T, K, L, D, seed=0, T_max=None, integers
     return Ranks(device, x, ids, [draw(len(i), K) for i in ids], E=W * L, T_max=T_max, dy=dy)
 
 
-@st.composite
-def drawn_ranks(draw, device=None, finite=True):
-    """Any ids, with repetitions and -1; scores small integers; x distinct by rank, token and column."""
-    W = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    L = draw(st.integers(1, 3))
-    K = draw(st.integers(1, 4))
-    E = W * L
-    T = draw(st.lists(st.integers(0, 4), min_size=W, max_size=W))
-    D = draw(st.sampled_from([32, 96]))
-
-    def numbers(num, low, high):
-        return draw(st.lists(st.integers(low, high), min_size=num, max_size=num))
-
-    ids = [torch.tensor(numbers(t * K, -1, E - 1), dtype=torch.int64).view(t, K) for t in T]
-    scores = [torch.tensor(numbers(t * K, -2, 3), dtype=torch.float32).view(t, K) for t in T]
-    g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    x, dy = ([torch.randint(-4, 5, (t, D), generator=g).bfloat16() for t in T] for _ in range(2))
-    if not finite:
-        for x_TD in x:
-            for t in range(len(x_TD)):
-                if draw(st.booleans()):
-                    x_TD[t, t] = NAN
-    return Ranks(device or torch.device("cpu"), x, ids, scores, E=E, T_max=max(1, *T) + 1, dy=dy)
+def ranks_of(device, routing: Routing, D: int = 32, broken: frozenset[int] = frozenset()) -> Ranks:
+    """Tokens of small integers that differ by rank, token and column; tokens in `broken` hold a NaN on every rank."""
+    x, dy = [], []
+    for rank, ids in enumerate(routing.ids):
+        t, d = torch.arange(len(ids))[:, None], torch.arange(D)
+        x.append(((rank * 7 + t * 3 + d) % 9 - 4).bfloat16())
+        dy.append(((rank * 5 + t * 2 + d) % 7 - 3).bfloat16())
+        for row in broken & set(range(len(ids))):
+            x[-1][row, row] = NAN
+    return Ranks(
+        device, x, list(routing.ids), list(routing.scores), E=routing.num_experts, T_max=routing.num_tokens_max, dy=dy
+    )
 
 
 # The routes of RoutePlan's docstring, W = 1, T = 3, K = 2, L = 2; a value is repeated over D = 32 columns.

@@ -11,11 +11,12 @@ from tests.kernels_triton.row_cases import (
     NAN,
     Ranks,
     columns,
-    drawn_ranks,
     example_ranks,
     random_ranks,
+    ranks_of,
     same_bits,
 )
+from tests.strategies import routings
 
 from dist_moe import reference
 from dist_moe.kernels_triton.combine import collect_score_grads, combine, reduce
@@ -106,18 +107,18 @@ def test_equals_the_oracle(device, routing, W, T, K, L, D, backward, dedup):
 
 @both_schemes
 @settings(max_examples=25)
-@given(data=st.data(), backward=st.booleans())
-def test_any_routing(device, dedup, data, backward):
-    ranks = data.draw(drawn_ranks(device))
+@given(routing=routings(max_tokens=4), backward=st.booleans())
+def test_any_routing(device, dedup, routing, backward):
+    ranks = ranks_of(device, routing)
     assert_combine_equals_oracle(ranks, dedup, backward)
     assert_reduce_equals_oracle(ranks, dedup, scaled=not dedup and not backward)
 
 
 @settings(max_examples=10)
-@given(data=st.data())
-def test_identity_experts_give_the_sum_of_scores_times_x(device, data):
+@given(routing=routings(max_tokens=4))
+def test_identity_experts_give_the_sum_of_scores_times_x(device, routing):
     """On small integers every sum is exact: so the two schemes give the same, and it is known."""
-    ranks = data.draw(drawn_ranks(device))
+    ranks = ranks_of(device, routing)
     for dedup in (False, True):
         ranks.poison_pushed()
         for r in range(ranks.W):
@@ -158,6 +159,23 @@ def test_products_are_rounded_before_they_are_added(device, dedup):
     rows_XD[GUARD_ROWS : GUARD_ROWS + 2] = columns([1.0, 1 + 2**-7], device)
     ranks.combine(combine, 0, rows_XD, dedup=dedup, row_scores_R=scores[0].to(device) if dedup else None)
     assert (ranks.reduce(reduce, 0, dedup=dedup, scaled=not dedup) == 0).all()
+
+
+@both_schemes
+def test_sums_run_in_slot_order(device, dedup):
+    """2^25 - 2^25 + 1 is 1 in this order; from the other end, 1 - 2^25 rounds to -2^25 and the sum is 0."""
+    ranks = Ranks(device, [columns([1.0])], [torch.tensor([[2, 0, 1]])], [torch.ones(1, 3)], E=3)
+    rows_XD = ranks.buffer()
+    rows_XD[GUARD_ROWS : GUARD_ROWS + 3] = columns([-(2.0**25), 1.0, 2.0**25], device)  # rows by expert: slots 1, 2, 0
+    row_scores_R = torch.ones(3, device=device)
+    ranks.combine(combine, 0, rows_XD, dedup=dedup, row_scores_R=row_scores_R if dedup else None)
+    assert (ranks.reduce(reduce, 0, dedup=dedup, scaled=not dedup) == 1).all()
+
+
+def test_reduce_adds_in_rank_order(device):
+    ranks = Ranks(device, [columns([0.0])] * 3, [torch.tensor([[2, 0, 1]])] * 3, [torch.ones(1, 3)] * 3, E=3)
+    ranks.ranks[1].outputs_pairs.own[0] = columns([2.0**25, -(2.0**25), 1.0], device)
+    assert (ranks.reduce(reduce, 1, dedup=True, scaled=False) == 1).all()
 
 
 @both_schemes

@@ -11,11 +11,12 @@ from tests.kernels_triton.row_cases import (
     NAN,
     Ranks,
     columns,
-    drawn_ranks,
     example_ranks,
     random_ranks,
+    ranks_of,
     same_bits,
 )
+from tests.strategies import routings
 
 from dist_moe import reference
 from dist_moe.kernels_triton.dispatch import dispatch
@@ -49,9 +50,9 @@ def test_equals_the_oracle(device, routing, W, T, K, L, D, half, dedup):
 
 @both_schemes
 @settings(max_examples=30)
-@given(data=st.data(), half=st.integers(0, 1))
-def test_any_routing_and_broken_tokens(device, dedup, data, half):
-    assert_equals_oracle(data.draw(drawn_ranks(device, finite=False)), dedup, half)
+@given(routing=routings(max_tokens=4), broken=st.frozensets(st.integers(0, 3)), half=st.integers(0, 1))
+def test_any_routing_and_broken_tokens(device, dedup, routing, broken, half):
+    assert_equals_oracle(ranks_of(device, routing, D=96, broken=broken), dedup, half)
 
 
 @both_schemes

@@ -166,14 +166,16 @@ def test_views_of_one_buffer(device):
     assert buffer.view(-1, 96)[133:].isnan().all()
 
 
-def test_rows_past_two_to_the_31_elements(device):
+@pytest.mark.parametrize("by_start", [True, False], ids=["start of the stage", "row of the stage"])
+def test_rows_past_two_to_the_31_elements(by_start, device):
     """Offsets of rows that are behind 2^31 elements; on a CPU the memory before them is never touched."""
     problem, start = Problem(Case("far", (2, 3), N=32, K=32), device), 2**26 + 3
     a, out = (torch.empty(2**26 + 16, 32, dtype=torch.bfloat16, device=device) for _ in range(2))
     a[start : start + 5] = problem.x
     out[start:] = 7.0
-    start_1 = torch.tensor([start], device=device)
-    gemm.grouped_gemm(a, start_1, problem.w, out, start_1, problem.start_P, stop_1=problem.stop)
+    start_1 = torch.tensor([start if by_start else 3], device=device)
+    start_P = problem.start_P + (0 if by_start else 2**26)
+    gemm.grouped_gemm(a, start_1, problem.w, out, start_1, start_P, stop_1=problem.stop)
     assert_close(out[start : start + 5], problem.rows_op(reference.grouped_gemm, "forward"), "gemm")
     assert (out[start + 5 :] == 7.0).all()
 
@@ -375,3 +377,13 @@ def test_real_sizes(case, device):
         for op in (gemm.grouped_gemm_wgrad, reference.grouped_gemm_wgrad)
     )
     assert_close(out, ref, "gemm")
+
+
+@pytest.mark.gpu
+def test_wgrad_past_two_to_the_31_elements(device):
+    problem = Problem(Case("far", (0,) * 128 + (3,), N=32, K=32), device)
+    dy, x = problem.dy.repeat(1, 128), problem.x.repeat(1, 128)
+    zero, out = problem.stop, torch.zeros(129, 4096, 4096, dtype=torch.bfloat16, device=device)
+    gemm.grouped_gemm_wgrad(dy, zero, x, zero, problem.start_P, out, accumulate=True, stop_1=zero)
+    assert_close(out[128], (dy.float().T @ x.float()).bfloat16(), "gemm")
+    assert not out[:128].any()

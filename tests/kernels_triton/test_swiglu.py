@@ -224,3 +224,16 @@ def test_real_sizes(activation, device):
     out, ref = (problem.backward(op, activation) for op in (kernels.swiglu_backward, reference.swiglu_backward))
     assert_close(out[0], ref[0], "swiglu")
     problem.assert_score_grads_close(out[2], ref[2], problem.forward(kernels.swiglu, activation))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device):
+    """Row times stride overflows 32 bits: the last rows must equal the same rows alone."""
+    R, zero = 2**20 + 3, torch.zeros(1, dtype=torch.int64, device=device)
+    h1 = torch.randn(R, 2048, dtype=torch.bfloat16, device=device)
+    last = h1[-5:].clone()
+    h2, h2_last = (torch.empty(rows, 1024, dtype=torch.bfloat16, device=device) for rows in (R, 5))
+    for a, out in ((h1, h2), (last, h2_last)):
+        start_P = torch.tensor([0, len(a)], dtype=torch.int32, device=device)
+        kernels.swiglu(a, zero, out, zero, start_P, activation=PLAIN, stop_1=zero)
+    assert torch.equal(h2[-5:], h2_last)

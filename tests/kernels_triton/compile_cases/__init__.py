@@ -8,7 +8,8 @@ compile_cases/<module>.py holds CASES, a tuple of rows like this one:
                                                  # constexpr: * pointer; bf16 fp32 i32 i64 u8 fp8e4nv ...
         {"BLOCK_M": 128, "W": 2},                # every constexpr
         name="train",                            # tells cases of one kernel apart
-        num_warps=8, num_stages=3,               # as the launcher passes them
+        num_warps=8, num_stages=3,               # as the launcher passes them, and so
+        options={"enable_fp_fusion": False},     # any other option of the launch
         aligned=("x_stride",),                   # integers that are multiples of 16; pointers are unless `unaligned`
         expect=("st.global.v4.b32",),            # what the PTX must hold, on both targets ...
         expect_sm90=("wgmma.mma_async",),        # ... or on one
