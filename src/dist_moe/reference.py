@@ -94,9 +94,13 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
     """Tell every peer that this rank reached `stage`, after all its earlier writes.
 
     Under a fault the flag carries the aborted bit and the header the fault, so that no peer waits for a rank that gave up.
+    Of an epoch's aborted flags the first stays: a later one would tell a slow peer that the call it waits in was done.
     """
     code = int(fault_F[0]) & 0xFF if stage != shapes.RESET else 0
     if code:
+        last = int(signals.own[stage, rank])
+        if last & 1 and last >> 1 + shapes.EPOCH_SHIFT == int(sent_S[stage]) >> shapes.EPOCH_SHIFT:
+            return
         header.own[shapes.HEADER_ABORT] = code
     sent_S[stage] += 1
     flag = int(sent_S[stage]) << 1 | (code != 0)
@@ -108,17 +112,23 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
 def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
     """Wait until every rank has signalled this generation of `stage`; a missing or aborted peer becomes a fault.
 
-    Only the abort of this very generation counts: a peer that is ahead has passed it, whatever it did later.
+    Only the abort of this very generation counts: a peer that is ahead has passed it, whatever it did later. A flag is
+    read after the clock, so that one which came in time is seen, however long this process was held up in between.
     """
     target = int(sent_S[stage]) << 1
     deadline = time.perf_counter_ns() + timeout_ns
-    for peer in range(signals.own.shape[1]):
-        while int(fault_F[0]) == 0 and (flag := int(signals.own[stage, peer])) < target:
-            if time.perf_counter_ns() > deadline:
-                _set_fault(fault_F, shapes.FAULT_TIMEOUT, peer, stage, target >> 1)
+    while int(fault_F[0]) == 0:
+        now = time.perf_counter_ns()  # before the flags: one that came in time is never missed
+        flags = signals.own[stage].tolist()
+        missing = [peer for peer, flag in enumerate(flags) if flag < target]
+        if (target | 1) in flags:
+            _set_fault(fault_F, shapes.FAULT_ABORTED, flags.index(target | 1), stage)
+        elif not missing:
+            break
+        elif now > deadline:
+            _set_fault(fault_F, shapes.FAULT_TIMEOUT, missing[0], stage, target >> 1)
+        else:
             time.sleep(_POLL_INTERVAL_S)
-        if int(fault_F[0]) == 0 and flag == target | 1:
-            _set_fault(fault_F, shapes.FAULT_ABORTED, peer, stage)
     fence()
 
 
