@@ -1,0 +1,99 @@
+"""combine and reduce: 16 bytes a thread into peers, products and sums rounded one by one (no fused multiply-add)."""
+
+from tests.compile_check import Case
+
+from dist_moe.kernels_triton._rows import pick_row_tile
+
+WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
+NO_FUSION = {"enable_fp_fusion": False}
+FUSED = ("fma.rn.f32",)
+ROWS = {"row_to_slot_ptr": "*i32", "num_rows_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "stop_ptr": "*i64"}
+PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32", "num_pairs_ptr": "*i32"}
+GRADS = {"score_grads_table_ptr": "*i64", "row_score_grads_ptr": "*fp32"}
+WORDS = ("num_rows_ptr", "start_ptr", "stop_ptr")  # words inside larger tensors
+
+
+def nothing(*names: str) -> dict:
+    return dict.fromkeys(names)
+
+
+def combine_case(pairs: bool, D: int, backward: bool) -> Case:
+    tile = pick_row_tile(D)
+    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", **(GRADS if backward else {})}
+    constexprs = {"D": D, "BLOCK_D": tile.block_d, **({} if backward else nothing(*GRADS))}
+    if pairs:
+        types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
+        constexprs |= {"PAIRS": tile.rows, **(nothing("row_scores_ptr") if backward else {})}
+    else:
+        constexprs |= {"ROWS": tile.rows}
+    return Case(
+        f"combine:{'_combine_pairs' if pairs else '_combine_routes'}",
+        types,
+        constexprs,
+        name=f"D {D} {'backward' if backward else 'forward'}",
+        num_warps=tile.num_warps,
+        options=NO_FUSION if pairs else {},
+        unaligned=WORDS,
+        expect=WIDE,
+        forbid=FUSED,
+    )
+
+
+def reduce_case(dedup: bool, scaled: bool, D: int) -> Case:
+    tile = pick_row_tile(D)
+    return Case(
+        "combine:_reduce",
+        {
+            "out_ptr": "*bf16",
+            "outputs_ptr": "*bf16",
+            "ids_ptr": "*i16",
+            "stop_ptr": "*i64",
+            "T": "i32",
+            "out_stride_t": "i32",
+            **({"scores_ptr": "*fp32"} if scaled else {}),
+        },
+        {
+            **({} if scaled else nothing("scores_ptr")),
+            **({"W": 8, "J": 8} if dedup else {"W": 0, "J": 8}),
+            "L": 32,
+            "K": 8,
+            "K2": 8,
+            "D": D,
+            "TOKENS": tile.rows,
+            "BLOCK_D": tile.block_d,
+        },
+        name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'} D {D}",
+        num_warps=tile.num_warps,
+        options=NO_FUSION,
+        aligned=("out_stride_t",),
+        unaligned=("stop_ptr",),
+        expect=WIDE,
+        forbid=FUSED,
+    )
+
+
+def collect_case(ids: str, out: str) -> Case:
+    integers = ("T", "num_experts", "out_stride_t", "out_stride_k", "ids_stride_t", "ids_stride_k")
+    return Case(
+        "combine:_collect_score_grads",
+        {
+            "out_ptr": out,
+            "ids_ptr": ids,
+            "score_grads_ptr": "*fp32",
+            "stop_ptr": "*i64",
+            **dict.fromkeys(integers, "i32"),
+        },
+        {"K": 8, "K2": 8, "TOKENS": 128},
+        name=f"{ids} {out}",
+        unaligned=("stop_ptr",),
+    )
+
+
+CASES = (
+    *(combine_case(pairs, D, backward) for pairs in (False, True) for D in (7168, 2880) for backward in (False, True)),
+    *(reduce_case(False, scaled, 7168) for scaled in (True, False)),
+    reduce_case(True, False, 7168),
+    reduce_case(False, True, 2880),
+    collect_case("*i64", "*fp32"),
+    collect_case("*i32", "*bf16"),
+)
