@@ -63,7 +63,9 @@ def pytest_collection_modifyitems(config, items):
 _COUNTS = pytest.StashKey[dict[tuple[str, str], int]]()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: the line stands just above pytest's last one
 def pytest_terminal_summary(terminalreporter, config):
+    yield
     counts = config.stash.get(_COUNTS, {})
     if counts:
         parts = [f"{count} {marker} ({reason})" for (marker, reason), count in sorted(counts.items())]
