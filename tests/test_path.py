@@ -49,7 +49,7 @@ def test_recomputed_from_x_equals_saved_bit_for_bit(K, E, backend, device):
 
 
 def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(backend):
-    """Three layers with room for one full save: the first keeps its rows, the others recompute; the bits are the same."""
+    """Three layers with room for one full save: the first keeps its rows, the others recompute; equal bits."""
     case = Case("three layers", routing="balanced")
     outs = []
     for factor in (0.0, 0.4, 1.0):
@@ -73,7 +73,7 @@ def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(backend):
 
 @pytest.mark.parametrize("score, expected", [(0.0, 0.0), (0.25, float("nan"))])
 def test_padding_rows_that_are_not_finite_stay_alone(score, expected, backend):
-    """Rows of NaN and Inf with score 0 change nothing and come out as 0; with a score they spoil their own row alone."""
+    """Rows of NaN and Inf with score 0 change nothing and come out as 0; with a score they spoil their own row."""
     for slot_factor in (1.0, None):
         case = Case("padding", K=2, E=4, slot_factor=slot_factor)
         clean, dirty = case.inputs(), case.inputs()
@@ -83,7 +83,9 @@ def test_padding_rows_that_are_not_finite_stay_alone(score, expected, backend):
                 rank.x_TD[1::3] = fill
                 rank.grad_out_TD[1::3] = 0.0
             inputs[0].x_TD[4] *= float("inf") if fill else 0.0
-        expected_results, results = (run_virtual(2, case.config(), inputs, backend=backend) for inputs in (clean, dirty))
+        expected_results, results = (
+            run_virtual(2, case.config(), inputs, backend=backend) for inputs in (clean, dirty)
+        )
         for result, wanted in zip(results, expected_results, strict=True):
             others = torch.tensor([t % 3 != 1 for t in range(case.T)])
             assert torch.equal(result.out_TD[others], wanted.out_TD[others])
@@ -196,7 +198,9 @@ def any_case(draw, max_tokens: int):
     T = draw(st.integers(1, max_tokens))
     sizes = draw(st.lists(st.integers(0, T), min_size=W, max_size=W))
     ids = [
-        torch.tensor(draw(st.lists(st.integers(-1, E - 1), min_size=t * K, max_size=t * K)), dtype=torch.int64).view(t, K)
+        torch.tensor(draw(st.lists(st.integers(-1, E - 1), min_size=t * K, max_size=t * K)), dtype=torch.int64).view(
+            t, K
+        )
         for t in sizes
     ]
     return Case("drawn", W=W, T=T, D=32, F=32, K=K, E=E, slot_factor=draw(st.sampled_from([None, 1.0])), seed=T), ids
@@ -217,7 +221,10 @@ def check_any_case(drawn, backend):
         out, ref = (torch.cat([getattr(rank, name) for rank in side]).double() for side in (results, expected))
         if ref.numel():
             # One score gradient may nearly cancel: the data are of unit scale, so it is held against 1 at least.
-            worst, largest = (out - ref).abs().max().item(), max(ref.abs().max().item(), float(name == "grad_scores_TK"))
+            worst, largest = (
+                (out - ref).abs().max().item(),
+                max(ref.abs().max().item(), float(name == "grad_scores_TK")),
+            )
             assert worst <= 0.02 * largest, f"{name}: {worst:.3g} off where the largest value is {largest:.3g}"
     for result, own in zip(results, ids, strict=True):
         assert not result.out_TD[(own < 0).all(dim=1)].any()

@@ -155,7 +155,7 @@ class Context:
 
     @contextlib.contextmanager
     def call(self):
-        """Around every forward and backward: order between streams, the faults so far, and a word to peers on failure."""
+        """Around a forward or backward: order between streams, the faults so far, and a word to peers on failure."""
         with self._lock, self._device_guard():
             self.require_open()
             self.raise_fault()
@@ -218,7 +218,9 @@ class Context:
         slot = as_int("select_activation_slot", "activation_slot", activation_slot)
         depth = as_int("select_activation_slot", "num_moe_layers_in_slot", num_moe_layers_in_slot)
         if not 0 <= slot < len(self._saved):
-            raise ValueError(f"select_activation_slot: activation slot must be in 0..{len(self._saved) - 1}, got {slot}")
+            raise ValueError(
+                f"select_activation_slot: activation slot must be in 0..{len(self._saved) - 1}, got {slot}"
+            )
         deepest = self.config.max_moe_layers_per_activation_slot
         if not 1 <= depth <= deepest:
             raise ValueError(f"select_activation_slot: num_moe_layers_in_slot must be in 1..{deepest}, got {depth}")
@@ -245,8 +247,8 @@ class Context:
         stack = self._saved[saved.slot]
         if saved not in stack:
             problem = (
-                f"this forward's state in activation slot {saved.slot} is gone: it had its backward, or the context was "
-                "reset; a second backward of one forward needs a second forward"
+                f"this forward's state in activation slot {saved.slot} is gone: it had its backward, or the context "
+                "was reset; a second backward of one forward needs a second forward"
             )
         elif stack[-1] is not saved:
             problem = f"backwards of activation slot {saved.slot} must run in the reverse order of their forwards"
@@ -329,8 +331,8 @@ def create_context(
 
     Args:    group: a process group; None for the default group, or for a single process without one; or a World.
              device: default the current CUDA device, for a gloo group or without CUDA the CPU.
-             emulate_peer_buffers: let every peer be this rank's own memory (shapes, memory and traces; with one rank the
-             numbers too); None: only for the "fake" process-group backend.
+             emulate_peer_buffers: let every peer be this rank's own memory (shapes, memory and traces; with one rank
+             the numbers too); None: only for the "fake" process-group backend.
              peer_timeout_s: how long a rank waits for a peer before PeerTimeoutError.
              name: of the Context in saved exports; must be unused in this process.
              backend: "triton" or "reference" for every op; None: the best that runs on the device.
@@ -346,23 +348,32 @@ def create_context(
         raise ValueError(f"create_context: peer_timeout_s must be finite and positive seconds, got {peer_timeout_s}")
     world = _world_of(group, device, emulate_peer_buffers, timeout_s)
     try:
-        # What one rank refuses, all ranks learn of, instead of waiting for it.
+        # What one rank refuses, all learn of, instead of waiting for it.
         prepared = []
-        terms = world.together("create_context", lambda: prepared.append(_prepare(world, config, backend, name)) or (
-            asdict(config) | {"backend": prepared[0][1].backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
-        ))
+        terms = world.together(
+            "create_context",
+            lambda: (
+                prepared.append(_prepare(world, config, backend, name))
+                or (
+                    asdict(config)
+                    | {"backend": prepared[0][1].backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
+                )
+            ),
+        )
         for rank, other in enumerate(terms):
             for field, value in terms[0].items():
                 if other[field] != value:
                     raise errors.RankMismatchError(
-                        f"create_context: ranks differ in {field}: rank 0 has {value!r}, rank {rank} has {other[field]!r}"
+                        f"create_context: ranks differ in {field}: rank 0 has {value!r}, "
+                        f"rank {rank} has {other[field]!r}"
                     )
         plan, ops, name = prepared[0]
         logger.info("%s", plan.explain())
         regions = world.allocate(symmetric_regions(config, world.size))
         ranks: list[moe.LocalRank] = []
         world.together(
-            "create_context", lambda: ranks.extend(_local_rank(world, plan, rank, regions[rank]) for rank in world.local_ranks)
+            "create_context",
+            lambda: ranks.extend(_local_rank(world, plan, rank, regions[rank]) for rank in world.local_ranks),
         )
     except BaseException:
         world.close()
@@ -391,7 +402,15 @@ def create_context(
         preset=config.bf16_grouped_gemm_preset,
     )
     context = Context(
-        _BUILD, group=group, world=world, config=config, device=world.device, plan=plan, path=path, ranks=ranks, name=name
+        _BUILD,
+        group=group,
+        world=world,
+        config=config,
+        device=world.device,
+        plan=plan,
+        path=path,
+        ranks=ranks,
+        name=name,
     )
     _live[name] = context
     return context
@@ -419,8 +438,8 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     """The parts that need no other rank: plan, resolved ops and name."""
     if config.num_experts % world.size:
         raise ValueError(
-            f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts on "
-            f"{world.size} ranks"
+            f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts "
+            f"on {world.size} ranks"
         )
     plan = plan_memory(config, world.size, device=world.device)
     name = f"dist_moe-{next(_numbers)}" if name is None else name

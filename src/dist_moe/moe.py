@@ -3,8 +3,10 @@
 A stage runs for all local ranks before the next stage begins: a process group has one local rank, a virtual World all
 of them. What crosses ranks, and why it is safe:
 
-    forward   publish -> PUBLISHED -> verify, route -> dispatch (pull x) -> W13 -> SwiGLU -> W2 -> combine (push) -> COMBINED -> reduce
-    backward  publish -> PUBLISHED -> verify -> dispatch (pull dy) -> experts -> combine (push dx, dscore) -> COMBINED -> reduce
+    forward   publish -> PUBLISHED -> verify, route -> dispatch (pull x) -> W13 -> SwiGLU -> W2
+                      -> combine (push) -> COMBINED -> reduce
+    backward  publish -> PUBLISHED -> verify -> dispatch (pull dy) -> dgrads and wgrads
+                      -> combine (push dx, dscore) -> COMBINED -> reduce
 
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
@@ -137,9 +139,7 @@ def exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
 
 
 def signal(path: Path, r: LocalRank, stage: int) -> None:
-    path.ops.signal(
-        stage=stage, rank=r.rank, signals=r.signals, sent_S=r.sent_S, header=r.header, fault_F=r.fault_F
-    )
+    path.ops.signal(stage=stage, rank=r.rank, signals=r.signals, sent_S=r.sent_S, header=r.header, fault_F=r.fault_F)
 
 
 def wait(path: Path, r: LocalRank, stage: int) -> None:

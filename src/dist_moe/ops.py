@@ -102,7 +102,9 @@ def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad
     return _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
 
 
-def _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_grads(
+    grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty(grad_out_TD.shape, dtype=grad_out_TD.dtype, device=grad_out_TD.device),
         torch.empty(scores_TK.shape, dtype=scores_TK.dtype, device=scores_TK.device),
@@ -258,12 +260,20 @@ def _check(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Executio
     _check_dtype("w2_weight", w2, torch.bfloat16)
     _check_dtype("topk_expert_ids_TK", ids_TK, torch.int32, torch.int64)
     _check_dtype("topk_scores_TK", scores_TK, torch.bfloat16, torch.float32)
-    named = {"x_TD": x_TD, "topk_expert_ids_TK": ids_TK, "topk_scores_TK": scores_TK, "w13_weight": w13, "w2_weight": w2}
+    named = {
+        "x_TD": x_TD,
+        "topk_expert_ids_TK": ids_TK,
+        "topk_scores_TK": scores_TK,
+        "w13_weight": w13,
+        "w2_weight": w2,
+    }
     for name, value in named.items():
         if value.device != context.device:
             raise ValueError(f"{where}: {name} is on {value.device}, the context on {context.device}")
     if T and x_TD.stride(1) != 1:
-        raise ValueError(f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()")
+        raise ValueError(
+            f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()"
+        )
     for name, value in (("w13_weight", w13), ("w2_weight", w2)):
         if not value.is_contiguous():
             raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
@@ -296,8 +306,8 @@ def _check_weight_layouts(w13: Tensor, w2: Tensor, context: Context) -> None:
         raise ValueError(f"{where}: w13_weight with four dimensions must be [E, 2, F, D], got {list(w13.shape)}")
     if (w13.dim(), w2.dim()) not in ((3, 3), (4, 3), (2, 2)):
         raise ValueError(
-            f"{where}: incompatible expert-weight layouts: w13_weight {list(w13.shape)}, w2_weight {list(w2.shape)}; use "
-            "[L, 2F, D] and [L, D, F], [L, 2, F, D] and [L, D, F], or [L*2F, D] and [L*D, F]"
+            f"{where}: incompatible expert-weight layouts: w13_weight {list(w13.shape)}, w2_weight {list(w2.shape)}; "
+            "use [L, 2F, D] and [L, D, F], [L, 2, F, D] and [L, D, F], or [L*2F, D] and [L*D, F]"
         )
     wanted_w13 = {3: (L, 2 * F, D), 4: (L, 2, F, D), 2: (L * 2 * F, D)}[w13.dim()]
     wanted_w2 = {3: (L, D, F), 2: (L * D, F)}[w2.dim()]

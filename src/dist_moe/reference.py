@@ -7,6 +7,7 @@ The last function is the whole layer written densely, independent of the ops.
 """
 
 import time
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def resolve_routes(ids_TK: Tensor, scores_TK: Tensor, num_experts: int) -> tuple
     """Ids and scores as they go on the wire: int16 ids, FP32 scores.
 
     A negative id becomes NO_EXPERT, one >= num_experts INVALID_EXPERT, and a repetition of an expert inside a token
-    NO_EXPERT too: its first occurrence carries the sum of the scores, added in slot order. Slots without expert get +0.0.
+    NO_EXPERT too: its first occurrence carries the sum of the scores, added in slot order. No expert scores +0.0.
     """
     ids = ids_TK.to(torch.int64)
     ids = torch.where(ids < 0, shapes.NO_EXPERT, torch.where(ids >= num_experts, shapes.INVALID_EXPERT, ids))
@@ -93,7 +94,7 @@ def publish(
 def signal(*, stage, rank, signals, sent_S, header, fault_F):
     """Tell every peer that this rank reached `stage`, after all its earlier writes.
 
-    Under a fault the flag carries the aborted bit and the header the fault, so that no peer waits for a rank that gave up.
+    Under a fault the flag carries the aborted bit and the header the fault, so that nobody waits for this rank.
     Of an epoch's aborted flags the first stays: a later one would tell a slow peer that the call it waits in was done.
     """
     code = int(fault_F[0]) & 0xFF if stage != shapes.RESET else 0
@@ -149,7 +150,7 @@ def verify(*, header, num_tokens_max, rank, fault_F):
 
 
 def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePlan:
-    """From all ranks' ids to this rank's row maps; invalid ids and an overflow anywhere become the fault of all ranks."""
+    """From all ranks' ids to this rank's row maps; an invalid id or an overflow anywhere is the fault of all ranks."""
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
     L = num_experts // W
     i32 = {"dtype": torch.int32, "device": device}
@@ -195,8 +196,10 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
     first_Q = torch.ones(num_rows, dtype=torch.bool, device=device)
     first_Q[1:] = token_Q[1:] != token_Q[:-1]
     start_pairs = first_Q.nonzero().flatten()
-    visits_WTW = torch.stack([(owner_WTK == w).any(dim=2) for w in range(rank)] or [owner_WTK[..., 0] != owner_WTK[..., 0]], 2)
-    below = visits_WTW.sum(dim=2).flatten()[token_Q[start_pairs]]
+    below_WT = torch.zeros(W, T_max, dtype=torch.int64, device=device)
+    for lower in range(rank):
+        below_WT += (owner_WTK == lower).any(dim=2)
+    below = below_WT.flatten()[token_Q[start_pairs]]
     plan.num_pairs_1.fill_(len(start_pairs))
     plan.pair_start_R[: len(start_pairs)] = start_pairs.int()
     plan.pair_output_R[: len(start_pairs)] = (token_Q[start_pairs] * min(K, W) + below).int()
@@ -231,7 +234,9 @@ def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
         place[shapes.PLACE_H3] = place[shapes.PLACE_XR]
 
 
-def plan_forward(rank_rows_W, *, rank, slot, depth, save, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F):
+def plan_forward(
+    rank_rows_W, *, rank, slot, depth, save, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F
+):
     """Decide what a forward keeps in its activation slot and where its rows lie; the same decision on every rank.
 
     A layer keeps x_RD and h1 if on no rank they push the slot's remaining layers below the room for their x.
@@ -301,7 +306,7 @@ def _rows(view_XC: Tensor, start_1: Tensor, row_start_P: Tensor) -> Tensor:
 def _experts(row_start_P: Tensor):
     """(expert, rows of it) for every local expert, rows relative to the stage's first."""
     starts = row_start_P.tolist()
-    return ((e, slice(a, b)) for e, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)))
+    return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(starts)))
 
 
 def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
@@ -333,7 +338,9 @@ def grouped_gemm(a_XK, a_start_1, w_LNK, out_XN, out_start_1, row_start_P, *, st
         out[rows] = (a[rows].float() @ w_LNK[e].float().T).to(out.dtype)
 
 
-def grouped_gemm_dgrad(dy_XN, dy_start_1, w_LNK, out_XK, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None):
+def grouped_gemm_dgrad(
+    dy_XN, dy_start_1, w_LNK, out_XK, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None
+):
     """out[r] = bf16(dy[r] @ w[e])."""
     if _stopped(stop_1):
         return
@@ -362,7 +369,9 @@ def _gate_up(h1: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor
     if not activation.clamped:
         return gate, up, 1.0 / (1.0 + torch.exp(-gate))
     gate = torch.where(gate > activation.limit, activation.limit, gate)
-    up = torch.where(up > activation.limit, activation.limit, torch.where(up < -activation.limit, -activation.limit, up))
+    up = torch.where(
+        up > activation.limit, activation.limit, torch.where(up < -activation.limit, -activation.limit, up)
+    )
     return gate, up + 1.0, 1.0 / (1.0 + torch.exp(-(activation.alpha * gate)))
 
 
@@ -395,7 +404,7 @@ def swiglu(h1_X2F, h1_start_1, h2_XF, h2_start_1, row_start_P, *, activation, st
 def swiglu_backward(
     h1_X2F, h1_start_1, g2_XF, g2_start_1, row_scores_R, score_grads_R, row_start_P, *, activation, stop_1, num_sms=None
 ):
-    """From g2 = dy @ W2 (unscaled): the score gradient <g2, h2>, grad_h1 over h1, and score * h2 over g2, all in place.
+    """From g2 = dy @ W2 (unscaled): the score gradient <g2, h2>, grad_h1 over h1, score * h2 over g2, all in place.
 
     The score gradient needs no output of W2, so that neither it nor h2 is saved (the idea is SonicMoE's).
     """
@@ -424,7 +433,7 @@ def combine(
     if _stopped(stop_1):
         return
     rows = _rows(rows_XD, start_1, plan.row_start_P)
-    (T_max, J, D), R, W = outputs.own.shape, len(rows), len(outputs.peers)
+    (T_max, J, D), R = outputs.own.shape, len(rows)
     slot = plan.row_to_slot_R[:R].long()
     if dedup:
         num_pairs = int(plan.num_pairs_1[0])
@@ -479,8 +488,7 @@ def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):
     """Score gradient of every slot: that of its expert's first slot in the token; 0 without expert."""
     if _stopped(stop_1):
         return
-    T, K = ids_TK.shape
-    ids = ids_TK.to(torch.int64)
+    T, ids = len(ids_TK), ids_TK.to(torch.int64)
     first = (ids[:, :, None] == ids[:, None, :]).int().argmax(dim=2)
     grads = torch.gather(score_grads.own[:T], 1, first)
     out_TK.copy_(torch.where((ids >= 0) & (ids < num_experts), grads, 0.0).to(out_TK.dtype))
@@ -509,12 +517,13 @@ class _RoundToBf16(torch.autograd.Function):
         return grad
 
 
-def dense_moe(x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF, activation=Activation()) -> Tensor:
+def dense_moe(x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF, activation: Activation | None = None) -> Tensor:
     """The layer on one device over all experts, by autograd-able PyTorch, independent of the ops above.
 
     h1, h2 and h3 are rounded to BF16 as in the path; scores and the sum over k are FP32. Gradients are FP32 throughout:
     the exact ones at the rounded values. A negative id contributes nothing, a repeated one adds up.
     """
+    activation = activation or Activation()
     round_bf16 = _RoundToBf16.apply
     out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for e in range(w13_E2FD.shape[0]):

@@ -96,7 +96,9 @@ BACKENDS = ("triton", "reference")
 def call_of(device: torch.device, backend: str | None) -> Call:
     """The metadata that decides on a device; starts CUDA only for a CUDA device."""
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}, or None for the best that runs")
+        raise ValueError(
+            f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}, or None for the best that runs"
+        )
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     return Call(device, capability, interpreting, by_name=backend is not None)
@@ -105,7 +107,7 @@ def call_of(device: torch.device, backend: str | None) -> Call:
 def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[str]]:
     """The first implementation that can run the op, with the reasons of those that were passed over.
 
-    Raises:  ValueError for an unknown op; RuntimeError, with every reason, when nothing (or not the backend asked for) runs.
+    Raises:  ValueError for an unknown op; RuntimeError, with every reason, when nothing, or not what was named, runs.
     """
     rows = [impl for impl in IMPLS if impl.op == op]
     if not rows:

@@ -51,7 +51,8 @@ MAX_ROUTES = 2**31 - 1  # row maps hold (source rank * T_max + token) * K + k as
 
 @dataclass(frozen=True)
 class Activation:
-    """Gate of an expert: "swiglu" = g * sigmoid(g) * u, "swiglu_clamped" = min(g, limit) * sigmoid(alpha * .) * (clamp(u) + 1)."""
+    """Gate of an expert: "swiglu" is g * sigmoid(g) * u; "swiglu_clamped" is c * sigmoid(alpha * c) * (d + 1) with
+    c = min(g, limit) and d = u clamped to [-limit, limit]."""
 
     kind: str = "swiglu"
     alpha: float = 1.702

@@ -118,7 +118,9 @@ def run_virtual(
         for name in ("w13_L2FD", "w2_LDF"):
             leaf[name].grad_dtype = config.wgrad_dtype or leaf[name].dtype
     with torch.set_grad_enabled(backward):
-        outs = routed_experts([RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)], context)
+        outs = routed_experts(
+            [RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)], context
+        )
     results = [RankResults(out.detach()) for out in outs]
     if backward:
         torch.autograd.backward(outs, [rank.grad_out_TD for rank in inputs])

@@ -55,7 +55,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("wgrad_dtype", [None, torch.float32])
 def test_weight_layouts_and_gradients_in_them(layout, wgrad_dtype):
-    with create_context(group=None, config=config(wgrad_dtype=wgrad_dtype), device="cpu", backend="reference") as context:
+    with create_context(
+        group=None, config=config(wgrad_dtype=wgrad_dtype), device="cpu", backend="reference"
+    ) as context:
         given = inputs()
         w13, w2 = (
             torch.nn.Parameter(given[name].view(shape))
@@ -352,9 +354,7 @@ def test_forward_op_passes_opcheck(save, layout):
             for name, shape in zip(("w13_weight", "w2_weight"), LAYOUTS[layout], strict=True)
         }
         x, scores = given["x_TD"].requires_grad_(save), given["topk_scores_TK"].requires_grad_(save)
-        torch.library.opcheck(
-            ops.bf16_forward, op_arguments(context, save, x_TD=x, topk_scores_TK=scores, **weights)
-        )
+        torch.library.opcheck(ops.bf16_forward, op_arguments(context, save, x_TD=x, topk_scores_TK=scores, **weights))
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
@@ -400,8 +400,8 @@ def test_an_op_of_a_closed_context_says_so():
 
 
 def test_saved_state_is_x_and_h1_and_small_tables():
-    """For backward: x_RD and h1 in the slot, and returned tables of at most 16 bytes a row of capacity, 8 bytes a (local
-    expert, rank), and one fixed record of scalars."""
+    """For backward: x_RD and h1 in the slot, and returned tables of at most 16 bytes a row of capacity, 8 bytes a
+    (local expert, rank), and one fixed record of scalars."""
     with create_context(group=None, config=config(), device="cpu", backend="reference") as context:
         _, state = ops.bf16_forward(*op_arguments(context, True))
         plan, rows, L, W = context.memory_plan, context.path.capacity_rows, E, 1

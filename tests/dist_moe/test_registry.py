@@ -39,13 +39,13 @@ def test_the_kernels_are_preferred_where_they_run():
 
 
 def test_the_reference_runs_on_a_gpu_only_when_named():
-    with pytest.raises(RuntimeError, match="(?s)triton: .*7.5.*reference: slow on a GPU"):
+    with pytest.raises(RuntimeError, match=r"(?s)triton: .*7.5.*reference: slow on a GPU"):
         choose("route", call(CUDA, (7, 5)))
     assert choose("route", call(CUDA, (7, 5), by_name=True), "reference")[0].backend == "reference"
 
 
 def test_a_named_backend_that_refuses_raises_with_its_reason():
-    with pytest.raises(RuntimeError, match="'triton'.*\n.*interpreted"):
+    with pytest.raises(RuntimeError, match=r"'triton'.*\n.*interpreted"):
         choose("route", call(by_name=True), "triton")
 
 
@@ -65,9 +65,9 @@ def test_an_old_triton_is_a_reason_that_names_found_and_needed(monkeypatch):
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match="unknown op 'rout'.*route"):
+    with pytest.raises(ValueError, match=r"unknown op 'rout'.*route"):
         choose("rout", call())
-    with pytest.raises(ValueError, match="unknown backend 'tritn'.*triton, reference"):
+    with pytest.raises(ValueError, match=r"unknown backend 'tritn'.*triton, reference"):
         resolve(CPU, "tritn")
 
 
