@@ -23,6 +23,7 @@ from ._device import clock_ns, poll
 from ._fault import set_fault
 
 RESET = tl.constexpr(shapes.RESET)
+EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
 ABORT = tl.constexpr(shapes.HEADER_ABORT)
 T_WORD = tl.constexpr(shapes.HEADER_T)
 CODE_MASK = tl.constexpr((1 << shapes.FAULT_RANK_SHIFT) - 1)
@@ -45,12 +46,18 @@ def _signal(
     """One program; lane w releases the flag of peer w.
 
     Example (W = 2, rank 1, stage COMBINED = 1, sent = [5, 4, 0]): sent becomes [5, 5, 0] and word 1 * 2 + 1 = 3 of
-    both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11.
+    both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11. Once more:
+    nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for generation
+    5 that it was done.
     """
     code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
-    if code != 0:
-        tl.store(header_ptr + ABORT, code)
     generation = tl.load(sent_ptr + STAGE) + 1
+    if code != 0:
+        own_ptr = tl.load(signals_table_ptr + rank).to(tl.pointer_type(tl.int64)) + STAGE * W + rank
+        last = tl.load(own_ptr)  # only this rank writes it
+        if ((last & 1) != 0) & ((last >> (1 + EPOCH_SHIFT)) == (generation >> EPOCH_SHIFT)):
+            return
+        tl.store(header_ptr + ABORT, code)
     tl.debug_barrier()  # every lane has read `sent` before it changes, and the header is written before any release
     tl.store(sent_ptr + STAGE, generation)
     offs_w = tl.arange(0, BLOCK_W)

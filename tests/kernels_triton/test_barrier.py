@@ -103,6 +103,27 @@ def test_signal_example(virtual):
     assert all(rank.signals.own.flatten().tolist() == [0, 0, 0, 11, 0, 0] for rank in ranks_)
     assert ranks_[1].header.own.tolist() == [0, 0, 0, 0, 0, shapes.FAULT_OVERFLOW] + [0] * 10
     assert ranks_[0].header.own.count_nonzero() == 0
+    ranks_[1].signal(COMBINED)
+    assert all(rank.signals.own.flatten().tolist() == [0, 0, 0, 11, 0, 0] for rank in ranks_)
+    assert ranks_[1].sent_S.tolist() == [5, 5, 0]
+    ranks_[1].sent_S[COMBINED] = 1 << shapes.EPOCH_SHIFT  # after a reset it counts again
+    ranks_[1].signal(COMBINED)
+    assert all(rank.signals.own[COMBINED, 1] == 2 * ((1 << shapes.EPOCH_SHIFT) + 1) + 1 for rank in ranks_)
+
+
+def test_a_late_rank_finds_the_abort_of_the_call_it_is_in(virtual):
+    """Rank 0 gives up in a call and goes on signalling; rank 1 comes to that call only then."""
+    ranks_ = virtual(2)
+    ranks_[0].signal(PUBLISHED)
+    ranks_[0].set_fault(shapes.FAULT_TIMEOUT, 1)
+    for stage in (COMBINED, PUBLISHED, COMBINED, PUBLISHED, COMBINED):
+        ranks_[0].signal(stage)
+    ranks_[1].signal(PUBLISHED)
+    ranks_[1].wait(PUBLISHED)
+    assert ranks_[1].fault is None
+    ranks_[1].signal(COMBINED)
+    ranks_[1].wait(COMBINED)
+    assert ranks_[1].fault == (shapes.FAULT_ABORTED, 0, COMBINED, 0, 0)
 
 
 def test_wait_example(virtual):
