@@ -46,9 +46,9 @@ def _signal(
     """One program; lane w releases the flag of peer w.
 
     Example (W = 2, rank 1, stage COMBINED = 1, sent = [5, 4, 0]): sent becomes [5, 5, 0] and word 1 * 2 + 1 = 3 of
-    both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11. Once more:
-    nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for generation
-    5 that it was done.
+    both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11.
+    Once more: nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for
+    generation 5 that it was done.
     """
     code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
     generation = tl.load(sent_ptr + STAGE) + 1
