@@ -1,7 +1,8 @@
 """combine, reduce and collect_score_grads: the way back of the rows.
 
-combine pushes into the owners' `outputs`, after the last GEMM and before the signal of COMBINED: no rank reads its own
-`outputs` before the wait on COMBINED, and no rank pushes again before every rank has passed PUBLISHED of a later call.
+combine pushes into the owners' `outputs`, after the last GEMM and before the signal of COMBINED, a release at system
+scope; an owner reads after its wait on COMBINED. The next push comes after the wait on PUBLISHED of a later call, which
+the owner signals after it has read.
     per route       outputs[t, k] = row                                  (the owner applies the scores)
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
 reduce and collect_score_grads run after that wait and touch this rank's memory only.

@@ -1,8 +1,8 @@
 """dispatch: rows_XD[start + r] = tokens of rank src [half, t] for every row r that route placed on this rank.
 
-Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED: every
-peer wrote its regions before its signal, released at system scope, and rewrites them no sooner than the next call of
-all ranks. A row of x whose published score is -0.0 (score 0 and x not finite) is written as zeros, by select; dy is
+Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED, an acquire
+at system scope of what every peer wrote before its signal. A peer writes there again only after its wait on COMBINED,
+which this rank signals after it has read. A row of x whose published score is -0.0 (score 0 and x not finite) is written as zeros, by select; dy is
 moved as it is.
 
 Per route, each row is pulled; de-duplicated, each (source rank, token) is pulled once and written to all its rows. Both
