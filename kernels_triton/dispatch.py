@@ -1,9 +1,9 @@
 """dispatch: rows_XD[start + r] = tokens of rank src [half, t] for every row r that route placed on this rank.
 
-Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED, an acquire
-at system scope of what every peer wrote before its signal. A peer writes there again only after its wait on COMBINED,
-which this rank signals after it has read. A row of x whose published score is -0.0 (score 0 and x not finite) is written as zeros, by select; dy is
-moved as it is.
+Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED, which
+acquires at system scope what every peer wrote before its signal. A peer writes there again only after its wait on
+COMBINED, which this rank signals after it has read. A row of x whose published score is -0.0 (score 0 and x not finite)
+is written as zeros, by select; dy is moved as it is.
 
 Per route, each row is pulled; de-duplicated, each (source rank, token) is pulled once and written to all its rows. Both
 give the same bits. Grid: persistent programs over blocks of rows (of pairs), a block at a time in tiles of RowTile.
