@@ -22,6 +22,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .virtual import RankInputs, RankResults, run_virtual
+
+__all__ = [
+    "ROUTINGS",
+    "TOLERANCES",
+    "RankInputs",
+    "RankResults",
+    "Tolerance",
+    "assert_close",
+    "routing",
+    "rows_sqnr_db",
+    "run_virtual",
+]
+
 NO_EXPERT = -1
 
 
