@@ -51,7 +51,7 @@ CONFIGS = {
     (128, 128): Config(128, 128, 64, num_warps=4, num_stages=4),
     (128, 64): Config(128, 64, 64, num_warps=4, num_stages=6),
     (64, 256): Config(64, 256, 64, num_warps=4, num_stages=4),
-    (64, 128): Config(64, 128, 64, num_warps=4, num_stages=6),
+    (64, 128): Config(64, 128, 128, num_warps=4, num_stages=3),
 }
 
 
@@ -127,7 +127,8 @@ def _store_tile(out_ptr, acc, row, col, row_end, width, ACCUMULATE: tl.constexpr
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Words of the place record are at odd and even words: no variant for each.
+@triton.jit(do_not_specialize_on_alignment=["a_start_ptr", "out_start_ptr", "stop_ptr"])
 def _rows_times_weight_kernel(
     a_desc,  # [X, contraction] bf16
     a_start_ptr,  # [1] i64
@@ -173,7 +174,7 @@ def _rows_times_weight_kernel(
         _store_tile(out_ptr, acc, row, col, row_end, width, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["dy_start_ptr", "x_start_ptr", "stop_ptr"])
 def _wgrad_kernel(
     dy_desc,  # [X, N] bf16
     dy_start_ptr,  # [1] i64

@@ -55,7 +55,8 @@ def _gate_up(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     return gate, up + 1.0, _sigmoid(alpha * gate)
 
 
-@triton.jit
+# Words of the place record are at odd and even words: no variant for each.
+@triton.jit(do_not_specialize_on_alignment=["h1_start_ptr", "h2_start_ptr", "num_rows_ptr", "stop_ptr"])
 def _swiglu_kernel(
     h1_ptr,  # [X, 2F] bf16
     h1_start_ptr,  # [1] i64
@@ -93,7 +94,7 @@ def _swiglu_kernel(
         tl.store(h2_ptr + rows * F + cols[None, :], (gate * sig * up).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["h1_start_ptr", "g2_start_ptr", "num_rows_ptr", "stop_ptr"])
 def _swiglu_backward_kernel(
     h1_ptr,  # [X, 2F] bf16, becomes d_h1
     h1_start_ptr,  # [1] i64
