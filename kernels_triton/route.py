@@ -40,28 +40,30 @@ class Config:
     count_e: int  # experts of one histogram in _count
     count_warps: int
     place_e: int  # experts of one program of _place
-    scan_b: int = 512  # blocks and columns of one step of _scan
+    scan_b: int  # blocks and columns of one step of _scan
     scan_e: int = 8
     scan_warps: int = 8
     place_warps: int = 2
 
 
-def pick_config(T_max: int, K: int, L: int) -> Config:
+def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
     """Blocks of up to 64 tokens and 4096 slots; _place in tiles of 64 tokens x 16 experts.
 
     Fewer tokens a block make the table blocks x L, which _scan reads, larger than the ids; more leave too few programs
     at T = 8192. _scan takes narrow tiles of many blocks because its steps follow one another. Virtual
     ranks on one H200, T = 8192, K = 8, E = 256, microseconds of _count + _scan + _place: W = 1: 3 + 3 + 10 (blocks of
-    32 tokens: 3 + 4 + 12); W = 8: 5 + 7 + 20 (6 + 12 + 17). 2026-11-29, kernel times of torch.profiler.
+    32 tokens: 3 + 4 + 12); W = 8: 5 + 7 + 16 (6 + 12 + 17). 2026-11-29, kernel times of torch.profiler.
     """
     block_k = triton.next_power_of_2(K)
-    experts = triton.next_power_of_2(L)
+    block_t = max(1, min(64, 4096 // block_k, triton.next_power_of_2(T_max)))
+    num_blocks, experts = W * cdiv(T_max, block_t), triton.next_power_of_2(L)
     return Config(
-        block_t=max(1, min(64, 4096 // block_k, triton.next_power_of_2(T_max))),
+        block_t=block_t,
         block_k=block_k,
         count_e=min(max(experts, 32), 256),
         count_warps=4 if block_k <= 4096 else 16,
         place_e=min(experts, 16),
+        scan_b=min(max(triton.next_power_of_2(num_blocks), 32), 512),
     )
 
 
@@ -165,13 +167,15 @@ def _scan(
         e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
         start = tl.zeros([BLOCK_E], dtype=tl.int32)
         earlier = tl.zeros([BLOCK_E], dtype=tl.int32)
+        b = tl.arange(0, BLOCK_B)[:, None]
         for b0 in range(0, num_blocks, BLOCK_B):
-            b = (b0 + tl.arange(0, BLOCK_B)).to(tl.int64)[:, None]
-            below = tl.load(below_ptr + b * (L + 1) + e, mask=(b < num_blocks) & (e <= L), other=0)
-            through = tl.load(below_ptr + b * (L + 1) + e + 1, mask=(b < num_blocks) & (e < L), other=0)
-            rows = tl.where(e < L, through - below, 0)
+            below_row = below_ptr + tl.full([], b0, tl.int64) * (L + 1)
+            mask = (b0 + b < num_blocks) & (e < L)
+            below = tl.load(below_row + (b * (L + 1) + e), mask=(b0 + b < num_blocks) & (e <= L), other=0)
+            through = tl.load(below_row + (b * (L + 1) + e + 1), mask=mask, other=0)
+            rows = tl.where(mask, through - below, 0)
             before = earlier[None, :] + tl.cumsum(rows, axis=0) - rows
-            tl.store(earlier_ptr + b * L + e, before, mask=(b < num_blocks) & (e < L))
+            tl.store(earlier_ptr + tl.full([], b0, tl.int64) * L + (b * L + e), before, mask=mask)
             start += tl.sum(below, axis=0)
             earlier += tl.sum(rows, axis=0)
         tl.store(row_start_ptr + e, start[None, :], mask=e <= L)
@@ -256,7 +260,7 @@ def _place(
     for k0 in range(0, K, UNROLL):
         for j in tl.static_range(UNROLL):  # so that its loads are in flight together
             k = k0 + j
-            local = tl.load(ids_row + k, mask=mask_t & (k < K), other=NO_EXPERT).to(tl.int32) - rank * L
+            local = tl.load(ids_row + k, mask=t < tl.where(k < K, T_max, 0), other=NO_EXPERT).to(tl.int32) - rank * L
             named = tl.where(local[:, None] == e[None, :], (num_own << 16)[:, None] + (k + 1), named)
             num_own += ((local >= 0) & (local < L)).to(tl.int32)
     start = tl.load(first_route_ptr + block) + tl.cumsum(num_own) - num_own
@@ -270,14 +274,15 @@ def _place(
     tl.store(pair_rows_ptr + start[:, None] + (named >> 16), row, mask=mask_te)
 
     if e0 == 0:
-        w = tl.arange(0, BLOCK_W)
-        visited = tl.zeros([BLOCK_T, BLOCK_W], dtype=tl.int32)
-        for k0 in range(0, K, UNROLL):
-            for j in tl.static_range(UNROLL):
-                ids = tl.load(ids_row + k0 + j, mask=mask_t & (k0 + j < K), other=NO_EXPERT).to(tl.int32)
+        lower_ranks = tl.zeros([BLOCK_T], dtype=tl.int32)
+        for w0 in range(0, rank, BLOCK_W):
+            w = w0 + tl.arange(0, BLOCK_W)
+            visited = tl.zeros([BLOCK_T, BLOCK_W], dtype=tl.int32)
+            for k in range(K):
+                ids = tl.load(ids_row + k, mask=mask_t, other=NO_EXPERT).to(tl.int32)
                 owner = tl.where(ids >= 0, ids // L, NO_EXPERT)
                 visited |= (owner[:, None] == w[None, :]).to(tl.int32)
-        lower_ranks = tl.sum(tl.where(w[None, :] < rank, visited, 0), axis=1)
+            lower_ranks += tl.sum(tl.where(w[None, :] < rank, visited, 0), axis=1)
         arrives = (num_own > 0).to(tl.int32)
         pair = tl.load(first_pair_ptr + block) + tl.cumsum(arrives) - arrives
         tl.store(pair_start_ptr + pair, start, mask=num_own > 0)
@@ -293,7 +298,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
     """
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
     L = num_experts // W
-    config = pick_config(T_max, K, L)
+    config = pick_config(W, T_max, K, L)
     blocks_of_rank = cdiv(T_max, config.block_t)
     num_blocks = W * blocks_of_rank
 
@@ -377,7 +382,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         K=K,
         BLOCK_T=config.block_t,
         BLOCK_E=config.place_e,
-        BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_W=min(triton.next_power_of_2(W), 8),
         UNROLL=min(config.block_k, 8),
         num_warps=config.place_warps,
     )

@@ -1,0 +1,44 @@
+"""plan_slots: single programs of one warp, up to 64 ranks."""
+
+from tests.compile_check import Case
+
+TYPES = {
+    "rank_rows_ptr": "*i64",
+    "call_ptr": "*i64",
+    "slot_used_ptr": "*i64",
+    "slot_layers_ptr": "*i64",
+    "place_ptr": "*i64",
+    "fault_ptr": "*i64",
+    "rank": "i32",
+    "W": "i32",
+    "D": "i32",
+    "F": "i32",
+    "x_bytes": "i64",
+    "total_bytes": "i64",
+}
+FORWARD = {**TYPES, "slot": "i32", "depth": "i32", "slot_bytes": "i64"}
+
+CASES = (
+    Case(
+        "plan_slots:_plan_forward",
+        FORWARD,
+        {"SAVE": True, "TRAINING": True, "BLOCK_W": 64},
+        name="save",
+        num_warps=1,
+        expect=(".cas.b64",),
+    ),
+    Case(
+        "plan_slots:_plan_forward",
+        FORWARD,
+        {"SAVE": False, "TRAINING": False, "BLOCK_W": 1},
+        name="inference",
+        num_warps=1,
+    ),
+    Case(
+        "plan_slots:_plan_backward",
+        {**TYPES, "saved_place_ptr": "*i64", "num_slots": "i32"},
+        {"TRAINING": True, "BLOCK_W": 64},
+        num_warps=1,
+        expect=(".cas.b64",),
+    ),
+)

@@ -1,0 +1,106 @@
+"""route: its three kernels at a usual and at the extreme sizes; a table of peers' addresses gives vector loads."""
+
+import triton
+from tests.compile_check import Case
+
+from dist_moe import shapes
+from dist_moe.kernels_triton.route import pick_config
+
+I32 = "*i32"
+SIZES = {"rank": "i32", "L": "i32", "T_max": "i32", "blocks_of_rank": "i32"}
+
+
+def cases(name: str, W: int, T_max: int, K: int, L: int, **count) -> tuple[Case, ...]:
+    config, width = pick_config(W, T_max, K, L), triton.next_power_of_2(W)
+    return (
+        Case(
+            "route:_count",
+            {
+                "ids_table_ptr": "*i64",
+                "header_table_ptr": "*i64",
+                "ids_ptr": "*i16",
+                "below_ptr": I32,
+                "owner_rows_ptr": I32,
+                "pairs_ptr": I32,
+                "invalid_ptr": I32,
+                "fault_ptr": "*i64",
+                "W": "i32",
+                **SIZES,
+            },
+            {
+                "K": K,
+                "BLOCK_T": config.block_t,
+                "BLOCK_K": config.block_k,
+                "BLOCK_E": config.count_e,
+                "BLOCK_W": max(32, width),
+            },
+            name=name,
+            num_warps=config.count_warps,
+            aligned=("T_max",),
+            **count,
+        ),
+        Case(
+            "route:_scan",
+            {
+                "below_ptr": I32,
+                "owner_rows_ptr": I32,
+                "pairs_ptr": I32,
+                "invalid_ptr": I32,
+                "earlier_ptr": I32,
+                "first_pair_ptr": I32,
+                "first_route_ptr": I32,
+                "row_start_ptr": I32,
+                "rank_rows_ptr": "*i64",
+                "num_pairs_ptr": I32,
+                "fault_ptr": "*i64",
+                "W": "i32",
+                "L": "i32",
+                "num_blocks": "i32",
+                "slots_of_rank": "i32",
+                "capacity": "i32",
+            },
+            {"K": K, "BLOCK_B": config.scan_b, "BLOCK_E": config.scan_e, "BLOCK_W": width},
+            name=name,
+            num_warps=config.scan_warps,
+            expect=(".cas.b64",),
+        ),
+        Case(
+            "route:_place",
+            {
+                "ids_ptr": "*i16",
+                "below_ptr": I32,
+                "earlier_ptr": I32,
+                "first_pair_ptr": I32,
+                "first_route_ptr": I32,
+                "row_start_ptr": I32,
+                "row_to_slot_ptr": I32,
+                "pair_rows_ptr": I32,
+                "pair_start_ptr": I32,
+                "pair_output_ptr": I32,
+                "fault_ptr": "*i64",
+                "J": "i32",
+                **SIZES,
+            },
+            {
+                "K": K,
+                "BLOCK_T": config.block_t,
+                "BLOCK_E": config.place_e,
+                "BLOCK_W": min(width, 8),
+                "UNROLL": min(config.block_k, 8),
+            },
+            name=name,
+            num_warps=config.place_warps,
+            aligned=("T_max",),
+            forbid=("atom.global", "red.global"),
+        ),
+    )
+
+
+CASES = (
+    *cases("E-256", 8, 8192, 8, 32, expect=("ld.global.v2.b32",), forbid=("ld.global.b16",)),
+    *cases("decode", 2, 16, 8, 64),
+    *cases("K-10", 64, 8192, 10, 6),
+    *cases("K-2048", 1, 256, 2048, 2048),
+    *cases("one-expert-a-rank", 8, 8192, 1, 1),
+    *cases("most-experts", 1, 8192, 32, shapes.MAX_EXPERTS),
+)

@@ -1,0 +1,373 @@
+"""The slot planner against its oracle and against the rules, stated once more below in whole bytes.
+
+Slots, live layers and scratch are followed through forwards and backwards: what is in use never overlaps, lies inside
+the buffer, and is given back.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_moe import reference, shapes
+from dist_moe.kernels_triton import plan_slots as kernels
+from dist_moe.shapes import Geometry
+
+UNTOUCHED = -77
+CALL = (3 << shapes.EPOCH_SHIFT) + 5  # the fifth call of epoch 3
+
+
+def geometry(D, F, *, slot_bytes, T_max=4, num_slots=1, capacity=64, training=True) -> Geometry:
+    x_bytes = (2 * T_max * D + 127) // 128 * 128
+    pitches = (2 * D, 4 * F, 2 * F, 2 * D) if training else (2 * D, 4 * F, 2 * F)
+    total = num_slots * slot_bytes + sum((capacity + 1) * pitch for pitch in pitches)
+    return Geometry(D, F, slot_bytes, x_bytes, total, training)
+
+
+class Planner:
+    """One rank's planner state, driven through the kernels or through the oracle."""
+
+    def __init__(self, ops, device, g: Geometry, *, W, rank=0, num_slots=1):
+        self.ops, self.device, self.g, self.rank = ops, device, g, rank
+        self.slot_used_NW = torch.zeros(num_slots, W, dtype=torch.int64, device=device)
+        self.slot_layers_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
+        self.call_1 = torch.tensor([CALL], dtype=torch.int64, device=device)
+
+    def _run(self, op, *args, **kwargs) -> torch.Tensor:
+        place = torch.full((shapes.PLACE_WORDS,), UNTOUCHED, dtype=torch.int64, device=self.device)
+        op(
+            *args,
+            rank=self.rank,
+            geometry=self.g,
+            call_1=self.call_1,
+            slot_used_NW=self.slot_used_NW,
+            slot_layers_N=self.slot_layers_N,
+            place=place,
+            fault_F=self.fault_F,
+            **kwargs,
+        )
+        return place
+
+    def _rows(self, rank_rows) -> torch.Tensor:
+        return torch.tensor(rank_rows, dtype=torch.int64, device=self.device)
+
+    def forward(self, rank_rows, *, slot=0, depth=1, save=True) -> torch.Tensor:
+        return self._run(self.ops.plan_forward, self._rows(rank_rows), slot=slot, depth=depth, save=save)
+
+    def backward(self, saved_place, rank_rows) -> torch.Tensor:
+        return self._run(self.ops.plan_backward, saved_place, self._rows(rank_rows))
+
+    @property
+    def state(self) -> tuple:
+        return self.slot_used_NW.tolist(), self.slot_layers_N.tolist(), self.fault_F.tolist()
+
+
+class Both:
+    """A kernel planner and an oracle planner side by side; every step must leave them equal."""
+
+    def __init__(self, device, g, **how):
+        self.kernel, self.oracle = Planner(kernels, device, g, **how), Planner(reference, device, g, **how)
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        return self._same(self.kernel.forward(*args, **kwargs), self.oracle.forward(*args, **kwargs))
+
+    def backward(self, saved_place, rank_rows) -> torch.Tensor:
+        return self._same(self.kernel.backward(saved_place, rank_rows), self.oracle.backward(saved_place, rank_rows))
+
+    def _same(self, got, want) -> torch.Tensor:
+        assert got.tolist() == want.tolist() and self.kernel.state == self.oracle.state
+        return got
+
+    @property
+    def state(self) -> tuple:
+        return self.kernel.state
+
+
+def word(place, name) -> int:
+    return int(place[getattr(shapes, f"PLACE_{name}")])
+
+
+# The rules in bytes
+
+
+def full_bytes(g: Geometry, rows: int) -> int:
+    """A layer that is kept: one row more of x_RD and of h1, rounded up to 128 bytes."""
+    raw = (rows + 1) * 2 * g.hidden_dim + (rows + 1) * 4 * g.intermediate_dim
+    return raw + -raw % 128
+
+
+@dataclass
+class Rules:
+    """The state of the slots as Python ints; forward says what must be decided, backward takes it back."""
+
+    g: Geometry
+    W: int
+    used: dict = field(default_factory=dict)  # (slot, rank) -> bytes
+    layers: dict = field(default_factory=dict)  # slot -> [bytes of each rank]
+
+    def forward(self, rank_rows, slot, depth) -> bool:
+        stack = self.layers.setdefault(slot, [])
+        still_to_come = depth - 1 - len(stack)
+        need = [self.used.get((slot, w), 0) + full_bytes(self.g, rank_rows[w]) for w in range(self.W)]
+        kept = all(n + still_to_come * self.g.x_bytes <= self.g.slot_bytes for n in need)
+        stack.append([full_bytes(self.g, rank_rows[w]) if kept else self.g.x_bytes for w in range(self.W)])
+        for w in range(self.W):
+            self.used[slot, w] = self.used.get((slot, w), 0) + stack[-1][w]
+        return kept
+
+    def backward(self, slot) -> None:
+        for w, size in enumerate(self.layers[slot].pop()):
+            self.used[slot, w] -= size
+
+
+def slot_bytes_in_use(g: Geometry, place, rows: int, num_tokens_max: int) -> list[tuple[int, int]]:
+    """Byte ranges that a live layer holds in its slot."""
+    if not word(place, "KEPT"):
+        return [(2 * word(place, "X"), 2 * word(place, "X") + 2 * g.hidden_dim * num_tokens_max)]
+    return [
+        _region(word(place, "XR"), rows, 2 * g.hidden_dim),
+        _region(word(place, "H1"), rows, 4 * g.intermediate_dim),
+    ]
+
+
+def scratch_in_use(g: Geometry, place, rows: int) -> list[tuple[int, int]]:
+    """Byte ranges of a call's scratch; in inference h3 lies over x_RD on purpose."""
+    pitches = {"H2": 2 * g.intermediate_dim}
+    if not word(place, "KEPT"):
+        pitches |= {"XR": 2 * g.hidden_dim, "H1": 4 * g.intermediate_dim}
+    if g.training:
+        pitches["H3"] = 2 * g.hidden_dim
+    return [_region(word(place, name), rows, pitch) for name, pitch in pitches.items()]
+
+
+def _region(first_row, rows, pitch) -> tuple[int, int]:
+    return first_row * pitch, (first_row + rows) * pitch
+
+
+def assert_disjoint(ranges, total_bytes) -> None:
+    ranges = sorted(r for r in ranges if r[0] < r[1])
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), ranges
+    assert not ranges or (ranges[0][0] >= 0 and ranges[-1][1] <= total_bytes), ranges
+
+
+# The examples of the docstrings
+
+
+def test_example_of_scratch(device):
+    g = Geometry(hidden_dim=32, intermediate_dim=32, slot_bytes=0, x_bytes=256, total_bytes=1024, training=True)
+    place = Both(device, g, W=1).forward([2], save=False)
+    assert [word(place, name) for name in ("XR", "H1", "H2", "H3")] == [14, 5, 8, 6]
+    assert word(place, "KEPT") == 0 and word(place, "SKIP") == 1
+
+
+def test_example_of_forward_and_backward(device):
+    g = geometry(32, 32, slot_bytes=3072)
+    planner = Both(device, g, W=2)
+    first = planner.forward([4, 3], depth=2)
+    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "EPOCH")] == [1, 1, 0, 2, 0, 3]
+    assert planner.state[:2] == ([[1024, 768]], [1])
+    assert word(Both(device, g, W=2).forward([2, 11], depth=2), "KEPT") == 1
+
+    second = planner.forward([2, 12], depth=2)
+    assert [word(second, name) for name in ("KEPT", "SKIP", "X", "LAYER")] == [0, 0, 512, 1]
+    assert planner.state[:2] == ([[1280, 1024]], [2])
+    back = planner.backward(second, [2, 12])
+    assert word(back, "SKIP") == 0 and planner.state[:2] == ([[1024, 768]], [1])
+    again = planner.backward(second, [2, 12])
+    assert planner.state == ([[1024, 768]], [1], [shapes.FAULT_SLOT, 0, 1, 0, 0, 0, 0, 0])
+    assert word(again, "SKIP") == 1
+
+
+# Decisions by hand: D = F = 128, T_max = 4, so x takes 1024 bytes and R rows 768 (R + 1), a multiple of 128
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "layers", "kept", "used"),
+    [
+        pytest.param(13824, [(8, 8), (8, 8)], [1, 1], [13824, 13824], id="balanced-exactly-full"),
+        pytest.param(13824, [(12, 4), (4, 12)], [1, 1], [13824, 13824], id="skewed-both-ways"),
+        pytest.param(13824, [(4, 12), (8, 8)], [1, 0], [4864, 11008], id="other-rank-is-full"),
+        pytest.param(13824, [(16, 0), (8, 8)], [0, 1], [7936, 7936], id="first-leaves-no-room-for-x"),
+        pytest.param(14080, [(16, 0), (8, 8)], [1, 0], [14080, 1792], id="first-leaves-exactly-x"),
+        pytest.param(14079, [(16, 0), (8, 8)], [0, 1], [7936, 7936], id="one-byte-less"),
+        pytest.param(2048, [(8, 8), (8, 8)], [0, 0], [2048, 2048], id="smallest-slot"),
+        pytest.param(2048, [(0, 0), (0, 0)], [1, 1], [1536, 1536], id="no-rows-take-one-row"),
+    ],
+)
+def test_traces(device, slot_bytes, layers, kept, used):
+    planner = Both(device, geometry(128, 128, slot_bytes=slot_bytes), W=2)
+    places = [planner.forward(rows, depth=2) for rows in layers]
+    assert [word(place, "KEPT") for place in places] == kept and planner.state[0] == [used]
+    for place, rows in zip(reversed(places), reversed(layers), strict=True):
+        planner.backward(place, rows)
+    assert planner.state == ([[0, 0]], [0], [0] * shapes.FAULT_WORDS)
+
+
+# Any program of forwards and backwards
+
+MAX_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Program:
+    """Sizes, and steps: (slot, rows of every rank, forward?); a step that the slot does not allow is left out."""
+
+    W: int
+    num_slots: int
+    depth: int
+    num_tokens_max: int
+    geometry: Geometry
+    steps: list
+
+
+@st.composite
+def programs(draw) -> Program:
+    W, num_slots, depth = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    D, F, T_max = draw(st.integers(1, 5)) * 32, draw(st.integers(1, 5)) * 32, draw(st.integers(1, 9))
+    smallest = depth * ((2 * T_max * D + 127) // 128 * 128)
+    slot_bytes = smallest + 128 * draw(st.integers(0, 40) | st.integers(100, 500))
+    g = geometry(D, F, slot_bytes=slot_bytes, T_max=T_max, num_slots=num_slots, capacity=MAX_ROWS)
+    rows = st.lists(st.integers(0, MAX_ROWS), min_size=W, max_size=W)
+    steps = draw(st.lists(st.tuples(st.integers(0, num_slots - 1), rows, st.booleans()), max_size=10))
+    return Program(W, num_slots, depth, T_max, g, steps)
+
+
+@settings(max_examples=40)
+@given(program=programs(), data=st.data())
+def test_any_program(device, program, data):
+    g, rank = program.geometry, data.draw(st.integers(0, program.W - 1))
+    planner = Both(device, g, W=program.W, rank=rank, num_slots=program.num_slots)
+    rules = Rules(g, program.W)
+    live = {slot: [] for slot in range(program.num_slots)}  # slot -> [(place, rows of every rank)]
+
+    def check(place, rows):
+        """Everything live and the scratch of this call, together."""
+        held = [
+            r
+            for stack in live.values()
+            for saved, its_rows in stack
+            for r in slot_bytes_in_use(g, saved, its_rows[rank], program.num_tokens_max)
+        ]
+        assert_disjoint(held + scratch_in_use(g, place, rows[rank]), g.total_bytes)
+        used = planner.state[0]
+        assert all(used[slot][w] == size for (slot, w), size in rules.used.items())
+        assert all(size <= g.slot_bytes for sizes in used for size in sizes)
+
+    def backward(slot):
+        saved, rows = live[slot][-1]
+        place = planner.backward(saved, rows)
+        rules.backward(slot)
+        assert word(place, "SKIP") == word(place, "KEPT") == word(saved, "KEPT")
+        if word(saved, "KEPT"):
+            assert (word(place, "XR"), word(place, "H1")) == (word(saved, "XR"), word(saved, "H1"))
+        else:
+            assert word(place, "X") == word(saved, "X")
+        check(place, rows)  # before the layer goes: its backward still reads what was saved
+        live[slot].pop()
+
+    for slot, rows, is_forward in program.steps:
+        if is_forward and len(live[slot]) < program.depth:
+            place = planner.forward(rows, slot=slot, depth=program.depth)
+            assert word(place, "KEPT") == rules.forward(rows, slot, program.depth)
+            live[slot].append((place, rows))
+            check(place, rows)
+        elif live[slot]:
+            backward(slot)
+    for slot, stack in live.items():
+        while stack:
+            backward(slot)
+    zeros = [[0] * program.W] * program.num_slots
+    assert planner.state == (zeros, [0] * program.num_slots, [0] * shapes.FAULT_WORDS)
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(0, MAX_ROWS), D=st.integers(1, 5), F=st.integers(1, 5), training=st.booleans())
+def test_calls_without_saving(device, rows, D, F, training):
+    g = geometry(32 * D, 32 * F, slot_bytes=1024, capacity=MAX_ROWS, num_slots=training, training=training)
+    planner = Both(device, g, W=1)
+    place = planner.forward([rows], save=False)
+    assert_disjoint([(0, 1024 * training), *scratch_in_use(g, place, rows)], g.total_bytes)
+    if not training:
+        assert word(place, "H3") == word(place, "XR")
+    assert planner.state == ([[0]], [0], [0] * shapes.FAULT_WORDS)
+    assert word(place, "SKIP") == 1 and word(place, "SLOT") == UNTOUCHED
+
+
+def test_large_buffers(device):
+    """Byte offsets past 2^31 and 2^40."""
+    g = geometry(7168, 2048, slot_bytes=2**39, T_max=8192, num_slots=4, capacity=2**21)
+    planner = Both(device, g, W=2, rank=1, num_slots=4)
+    place = planner.forward([2**20, 2**21], slot=3, depth=1)
+    ranges = slot_bytes_in_use(g, place, 2**21, 8192) + scratch_in_use(g, place, 2**21)
+    assert word(place, "KEPT") == 1 and min(ranges)[0] >= 3 * 2**39
+    assert_disjoint(ranges, g.total_bytes)
+
+
+# Out of order
+
+
+def fault(planner) -> list[int]:
+    return planner.state[2][:4]
+
+
+@pytest.fixture
+def planner(device) -> Both:
+    """Rank 1 of 2, two slots."""
+    return Both(device, geometry(64, 32, slot_bytes=8192, num_slots=2), W=2, rank=1, num_slots=2)
+
+
+CODE = shapes.FAULT_SLOT | 1 << shapes.FAULT_RANK_SHIFT
+
+
+def test_more_layers_than_the_slot_has(planner):
+    planner.forward([1, 2], slot=1, depth=1)
+    before = planner.state[:2]
+    place = planner.forward([1, 2], slot=1, depth=1)
+    assert fault(planner) == [CODE, 1, 1, 1] and planner.state[:2] == before
+    assert (word(place, "KEPT"), word(place, "SKIP"), word(place, "XR")) == (0, 1, UNTOUCHED)
+
+
+def test_a_second_backward(planner):
+    place = planner.forward([1, 2], slot=1)
+    planner.backward(place, [1, 2])
+    planner.backward(place, [1, 2])
+    assert fault(planner) == [CODE, 1, 0, -1]
+    assert planner.state[:2] == ([[0, 0], [0, 0]], [0, 0])
+
+
+def test_the_wrong_order_of_backwards(planner):
+    first, _ = (planner.forward([1, 2], slot=1, depth=2) for _ in range(2))
+    before = planner.state[:2]
+    planner.backward(first, [1, 2])
+    assert fault(planner) == [CODE, 1, 0, 1] and planner.state[:2] == before
+
+
+def test_state_from_before_a_reset(planner):
+    saved = planner.forward([1, 2], slot=1)
+    for one in (planner.kernel, planner.oracle):
+        one.call_1.fill_(4 << shapes.EPOCH_SHIFT)
+    planner.backward(saved, [1, 2])
+    assert fault(planner) == [CODE, 1, 0, 0]
+
+
+def test_a_record_that_no_forward_wrote(planner):
+    """A forward under a fault leaves the record as the allocator gave it; after a reset its slot may be anything."""
+    garbage = torch.full((shapes.PLACE_WORDS,), 2**61, dtype=torch.int64, device=planner.kernel.device)
+    place = planner.kernel.backward(garbage, [1, 2])
+    assert fault(planner)[0] == CODE and word(place, "SKIP") == 1
+    assert planner.state[:2] == ([[0, 0], [0, 0]], [0, 0])
+
+
+def test_an_earlier_fault_stays_and_stops_the_call(planner):
+    saved = planner.forward([1, 2], slot=1)
+    before = planner.state[:2]
+    for one in (planner.kernel, planner.oracle):
+        one.fault_F[0] = shapes.FAULT_OVERFLOW
+    for place in (planner.forward([1, 2], slot=0), planner.backward(saved, [1, 2])):
+        assert (word(place, "KEPT"), word(place, "SKIP")) == (0, 1)
+        assert place.tolist().count(UNTOUCHED) == shapes.PLACE_WORDS - 2
+    assert planner.state == (*before, [shapes.FAULT_OVERFLOW] + [0] * (shapes.FAULT_WORDS - 1))

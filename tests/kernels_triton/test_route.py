@@ -1,0 +1,341 @@
+"""route against its oracle and against the rules of a row map, written down independently of both."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from tests.strategies import routings
+
+from dist_moe import reference, shapes, testing
+from dist_moe.kernels_triton import route as kernels
+from dist_moe.route_plan import RoutePlan
+from dist_moe.symm import World
+
+
+class Ranks:
+    """Virtual ranks whose regions hold resolved ids; past T they hold a valid expert that nobody may count."""
+
+    def __init__(self, device, ids, *, E, T_max=None):
+        self.device, self.W, self.E, self.K = device, len(ids), E, ids[0].shape[1]
+        self.T_max = T_max or max(1, *(len(i) for i in ids))
+        self.resolved = [reference.resolve_routes(i, torch.zeros(i.shape), E)[0] for i in ids]
+        regions = {"ids": ((self.T_max, self.K), torch.int16), "header": ((shapes.HEADER_WORDS,), torch.int64)}
+        self.regions = World.virtual(self.W, device).allocate(regions)
+        for r, resolved in enumerate(self.resolved):
+            self.regions[r]["ids"].own[: len(resolved)] = resolved.to(device)
+            self.regions[r]["header"].own[shapes.HEADER_T] = len(resolved)
+
+    @property
+    def worst_case_rows(self) -> int:
+        return self.W * self.T_max * min(self.K, self.E // self.W)
+
+    def route(self, op, rank, capacity=None, fault=0) -> tuple[RoutePlan, list[int]]:
+        """The plan of one rank and the fault record."""
+        fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=self.device)
+        fault_F[0] = fault
+        plan = op(
+            **self.regions[rank],
+            rank=rank,
+            num_experts=self.E,
+            capacity_rows=self.worst_case_rows if capacity is None else capacity,
+            fault_F=fault_F,
+        )
+        return plan, fault_F.tolist()
+
+    def kernel_plan(self, rank) -> RoutePlan:
+        """The kernels' plan, after it was found equal to the oracle's."""
+        (got, got_fault), (want, want_fault) = self.route(kernels.route, rank), self.route(reference.route, rank)
+        assert got_fault == want_fault == [0] * shapes.FAULT_WORDS
+        for name, value in counted(want).items():
+            assert counted(got)[name] == value, (rank, name)
+        return got
+
+
+def counted(plan: RoutePlan) -> dict[str, list[int]]:
+    """The tables up to the rows and pairs that they count, as lists."""
+    num_rows, num_pairs = int(plan.row_start_P[-1]), int(plan.num_pairs_1[0])
+    ends = {"row_to_slot_R": num_rows, "pair_rows_R": num_rows, "pair_start_R": num_pairs, "pair_output_R": num_pairs}
+    return {name: getattr(plan, name)[: ends.get(name)].tolist() for name in plan.__dataclass_fields__}
+
+
+def check_rules(ranks: Ranks) -> None:
+    """What a set of row maps must satisfy, rank by rank and all together, from the ids alone."""
+    L, K, T_max, J = ranks.E // ranks.W, ranks.K, ranks.T_max, min(ranks.K, ranks.W)
+    routes = {  # (source rank, token, k) -> expert
+        (src, t, k): e
+        for src, ids in enumerate(ranks.resolved)
+        for t, row in enumerate(ids.tolist())
+        for k, e in enumerate(row)
+        if e >= 0
+    }
+    seen, outputs = [], []
+    for rank in range(ranks.W):
+        plan = counted(ranks.kernel_plan(rank))
+        starts, num_rows = plan["row_start_P"], plan["row_start_P"][-1]
+        slots = [(slot // K // T_max, slot // K % T_max, slot % K) for slot in plan["row_to_slot_R"]]
+        experts = [e for e in range(L) for _ in range(starts[e + 1] - starts[e])]
+        assert starts[0] == 0 and len(experts) == num_rows == plan["rank_rows_W"][rank]
+        assert [routes[slot] - rank * L for slot in slots] == experts  # each row is of its segment's expert
+        order = [(e, src, t) for e, (src, t, _) in zip(experts, slots, strict=True)]
+        assert order == sorted(set(order))
+        seen += slots
+
+        cuts = plan["pair_start_R"] + [num_rows]
+        pairs = [plan["pair_rows_R"][a:b] for a, b in itertools.pairwise(cuts)] if num_rows else []
+        assert sorted(row for pair in pairs for row in pair) == list(range(num_rows))
+        tokens = [slots[pair[0]][:2] for pair in pairs]
+        assert tokens == sorted(set(tokens))
+        for pair, token, output in zip(pairs, tokens, plan["pair_output_R"], strict=True):
+            in_pair = [slots[row] for row in pair]
+            assert in_pair == sorted(in_pair) and {slot[:2] for slot in in_pair} == {token}
+            visited = {e // L for (src, t, _), e in routes.items() if (src, t) == token}
+            assert output == (token[0] * T_max + token[1]) * J + sum(w < rank for w in visited)
+            outputs.append(output)
+    assert sorted(seen) == sorted(routes)  # every route has one row, on one rank
+    assert len(set(outputs)) == len(outputs)
+
+
+def ids_of(*ranks: list[list[int]]) -> list[torch.Tensor]:
+    return [torch.tensor(rows, dtype=torch.int64) for rows in ranks]
+
+
+# The examples of the docstrings
+
+
+def test_example_of_the_plan_and_of_place(device):
+    plan = counted(Ranks(device, ids_of([[0, 1], [1, -1], [1, 0]]), E=2).kernel_plan(0))
+    assert plan == {
+        "row_start_P": [0, 2, 5],
+        "rank_rows_W": [5],
+        "num_pairs_1": [3],
+        "row_to_slot_R": [0, 5, 1, 2, 4],
+        "pair_rows_R": [0, 2, 3, 4, 1],
+        "pair_start_R": [0, 2, 3],
+        "pair_output_R": [0, 1, 2],
+    }
+
+
+def test_example_of_count(device):
+    ranks = Ranks(device, ids_of([[3, 2], [0, 3]], [[-1, -1]]), E=4)
+    below_BP, owner_rows_BW, numbers, ids_WTK = (
+        torch.full(shape, -9, dtype=dtype, device=device)
+        for shape, dtype in (((2, 3), torch.int32), ((2, 2), torch.int32), ((2, 2), torch.int32), ((8,), torch.int16))
+    )
+    kernels._count[(2,)](
+        ranks.regions[1]["ids"].table_W,
+        ranks.regions[1]["header"].table_W,
+        ids_WTK,
+        below_BP,
+        owner_rows_BW,
+        numbers[0],
+        numbers[1],
+        torch.zeros(1, dtype=torch.int64, device=device),
+        1,
+        2,
+        2,
+        2,
+        1,
+        K=2,
+        BLOCK_T=2,
+        BLOCK_K=2,
+        BLOCK_E=32,
+        BLOCK_W=32,
+    )
+    assert below_BP.tolist() == [[0, 1, 3], [0, 0, 0]] and owner_rows_BW.tolist() == [[1, 3], [0, 0]]
+    assert numbers.tolist() == [[2, 0], [shapes.MAX_ROUTES] * 2] and ids_WTK.tolist() == [3, 2, 0, 3, -1, -1, -1, -1]
+
+
+def test_example_of_scan(device):
+    def table(*data, dtype=torch.int32):
+        return torch.tensor(data, dtype=dtype, device=device)
+
+    below_BP, owner_rows_BW, pairs_B = table([0, 1, 3], [0, 2, 2]), table([3], [2]), table(2, 2)
+    invalid_B = table(shapes.MAX_ROUTES, shapes.MAX_ROUTES)
+    earlier_BL, firsts = torch.full_like(below_BP[:, :2].contiguous(), -9), table([-9, -9], [-9, -9])
+    row_start_P, rank_rows_W, num_pairs_1 = table(-9, -9, -9), table(-9, dtype=torch.int64), table(-9)
+    fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
+    kernels._scan[(2,)](
+        below_BP,
+        owner_rows_BW,
+        pairs_B,
+        invalid_B,
+        earlier_BL,
+        firsts[0],
+        firsts[1],
+        row_start_P,
+        rank_rows_W,
+        num_pairs_1,
+        fault_F,
+        1,
+        2,
+        2,
+        6,
+        5,
+        K=2,
+        BLOCK_B=4,
+        BLOCK_E=4,
+        BLOCK_W=1,
+    )
+    assert row_start_P.tolist() == [0, 3, 5] and earlier_BL.tolist() == [[0, 0], [1, 2]]
+    assert firsts.tolist() == [[0, 2], [0, 3]] and num_pairs_1.tolist() == [4] and rank_rows_W.tolist() == [5]
+    assert not fault_F.any()
+
+
+# Against the oracle and the rules
+
+
+@settings(max_examples=20)
+@given(routing=routings())
+def test_any_routing(device, routing):
+    check_rules(Ranks(device, routing.ids, E=routing.num_experts, T_max=routing.num_tokens_max))
+
+
+@pytest.mark.parametrize(
+    ("W", "T", "K", "E"),
+    [
+        pytest.param(1, 1, 1, 1, id="one-of-all"),
+        pytest.param(3, 9, 6, 60, id="E-60"),
+        pytest.param(2, 7, 3, 72, id="E-72"),
+        pytest.param(5, 5, 10, 160, id="E-160-K-10"),
+        pytest.param(4, 6, 8, 384, id="E-384"),
+        pytest.param(2, 3, 12, 12, id="K-is-E"),
+        pytest.param(8, 4, 3, 8, id="one-expert-a-rank"),
+        pytest.param(1, 2, 40, 64, id="several-steps-of-K"),
+        pytest.param(2, 6, 4, 512, id="E-512"),
+        pytest.param(5, 4, 4, 1025, id="E-1025"),
+        pytest.param(2, 8, 2, 2048, id="E-2048"),
+    ],
+)
+def test_shapes(device, W, T, K, E):
+    ids = [torch.stack([torch.randperm(E)[:K] for _ in range(T)]) for _ in range(W)]
+    for above, winner in ((256, E - 1), (1024, E - 2)):
+        if above < E:
+            ids[0][0, 0], ids[-1][T - 1, K - 1] = winner, winner - 2
+    check_rules(Ranks(device, ids, E=E, T_max=T + 1))
+
+
+@pytest.mark.parametrize("routing", testing.ROUTINGS)
+def test_named_routings(device, routing):
+    check_rules(Ranks(device, testing.routing(routing, num_ranks=4, T=6, K=3, E=8, seed=1), E=8))
+
+
+@pytest.mark.parametrize("tokens", [(63, 64), (65, 1), (128, 0), (127, 129)])
+def test_tokens_around_a_block(device, tokens):
+    assert kernels.pick_config(W=2, T_max=129, K=2, L=2).block_t == 64
+    check_rules(Ranks(device, [torch.randint(-1, 4, (T, 2)) for T in tokens], E=4, T_max=129))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param(ids_of([[3, 0]] * 5, [[0, 3]] * 4), id="all-to-two-experts"),
+        pytest.param(ids_of([[2, -1]] * 5, [[-1, 2]] * 5), id="all-to-one-expert"),
+        pytest.param(ids_of([[-1, -1]] * 3, [[-1, -7]] * 2), id="no-expert-at-all"),
+        pytest.param(ids_of([[1, 1], [2, 2]], [[3, 3], [0, -1]]), id="repetitions"),
+        pytest.param([torch.zeros(0, 2, dtype=torch.int64)] * 2, id="no-token-at-all"),
+        pytest.param([torch.zeros(0, 2, dtype=torch.int64), *ids_of([[3, 2]])], id="no-token-on-rank-0"),
+    ],
+)
+def test_extremes(device, ids):
+    check_rules(Ranks(device, ids, E=4))
+
+
+# Faults
+
+
+def assert_same_fault(ranks: Ranks, want: list[int], capacity=None) -> None:
+    """Every rank records it, in kernels and oracle, and no table is touched."""
+    untouched = torch.iinfo(torch.int32).max // 3  # what the poison fixture fills
+    for rank in range(ranks.W):
+        assert ranks.route(reference.route, rank, capacity)[1][: len(want)] == want
+        plan, fault = ranks.route(kernels.route, rank, capacity)
+        assert fault == want + [0] * (shapes.FAULT_WORDS - len(want))
+        for table in plan.tensors()[3:]:
+            assert (table == untouched).all()
+
+
+def test_overflow_at_one_row_more_than_the_capacity(device):
+    ranks = Ranks(device, ids_of([[2, 0], [2, 3]], [[3, -1]]), E=4)  # rank 1 receives 4 rows, rank 0 one
+    word = shapes.FAULT_OVERFLOW | 1 << shapes.FAULT_RANK_SHIFT
+    assert_same_fault(ranks, [word, 4, 3], capacity=3)
+    for rank in range(2):
+        plan, fault = ranks.route(kernels.route, rank, capacity=4)
+        assert fault[0] == 0 and int(plan.row_start_P[-1]) == (1, 4)[rank]
+
+
+def test_overflow_names_the_lowest_of_equal_ranks(device):
+    ranks = Ranks(device, ids_of([[0, 1, 2, 3, 4, 5]]) + [torch.full((1, 6), -1)] * 2, E=6)
+    assert_same_fault(ranks, [shapes.FAULT_OVERFLOW, 2, 1], capacity=1)
+
+
+def test_an_invalid_id_wins_over_an_overflow(device):
+    ranks = Ranks(device, ids_of([[0, 1]] * 70, [[0, 1]] * 66 + [[0, -1], [1, 4], [9, 1], [2, 7]]), E=2 * 2)
+    word = shapes.FAULT_INVALID_ID | 1 << shapes.FAULT_RANK_SHIFT
+    assert_same_fault(ranks, [word, 67, 1, 0], capacity=1)
+
+
+def test_an_invalid_id_of_the_lowest_rank_wins(device):
+    ranks = Ranks(device, ids_of([[0, 1], [0, 0]], [[0, 1], [0, 8]], [[8, 8], [1, 1]]), E=3)
+    assert_same_fault(ranks, [shapes.FAULT_INVALID_ID | 1 << shapes.FAULT_RANK_SHIFT, 1, 1])
+
+
+def test_an_earlier_fault_stays_and_stops_the_call(device):
+    ranks = Ranks(device, ids_of([[0, 9]], [[1, 1]]), E=2)
+    plan, fault = ranks.route(kernels.route, 1, fault=shapes.FAULT_ABORTED)
+    assert fault == [shapes.FAULT_ABORTED] + [0] * (shapes.FAULT_WORDS - 1)
+    for table in plan.tensors():
+        assert (table == torch.iinfo(table.dtype).max // 3).all()
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 4, 2**40])
+def test_a_token_count_out_of_range_reads_nothing_else(device, num_tokens):
+    """verify refuses it; should route see it, T is taken to be 0 or T_max."""
+    ranks = Ranks(device, ids_of([[0, 1], [1, 2], [2, -1]], [[0, 3]]), E=4)
+    ranks.regions[0]["header"].own[shapes.HEADER_T] = num_tokens
+    plan, fault = ranks.route(kernels.route, 0)
+    assert fault[0] == 0 and int(plan.row_start_P[-1]) == (4 if num_tokens > 0 else 1)
+
+
+def test_nothing_is_written_outside_the_tables(device, monkeypatch):
+    ranks = Ranks(device, [torch.randint(-1, 6, (67, 3)) for _ in range(2)], E=6)
+    rows = [int(ranks.route(reference.route, rank)[0].row_start_P[-1]) for rank in range(2)]
+    memory, empty = [], torch.empty
+
+    def guarded(shape, **how):
+        size = torch.Size(shape).numel()
+        memory.append((size, empty(size + 64, **how).fill_(77)))
+        return memory[-1][1][32 : 32 + size].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    for rank in range(2):
+        assert ranks.route(kernels.route, rank, capacity=max(rows))[1][0] == 0
+    assert len(memory) == 24
+    for size, guard in memory:
+        assert (guard[:32] == 77).all() and (guard[32 + size :] == 77).all()
+
+
+# Sizes that only a GPU gets through
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("W", "T", "K", "E"),
+    [
+        (1, 8193, 8, 256),
+        (2, 8192, 8, 256),
+        (8, 8191, 8, 256),
+        (3, 1000, 6, 60),
+        (8, 4096, 8, 2048),
+        (1, 2048, 32, 2048),
+        (1, 300, 8, shapes.MAX_EXPERTS),
+        (8, 20_000, 1, 8),
+        (1, 64, 512, 512),
+    ],
+)
+def test_large(device, W, T, K, E):
+    ids = testing.routing("zipf(0.5)", num_ranks=W, T=T, K=K, E=E, seed=3)
+    ids[-1] = ids[-1][: T // 2]
+    ranks = Ranks(device, ids, E=E, T_max=T)
+    for rank in {0, W - 1}:
+        ranks.kernel_plan(rank)
