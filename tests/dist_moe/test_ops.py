@@ -18,8 +18,10 @@ def config(**changes) -> Config:
 
 
 @pytest.fixture(params=["reference", "triton"])
-def context(request):
-    with create_context(group=None, config=config(), device="cpu", backend=request.param) as context:
+def context(request, device):
+    """The reference on the CPU, the kernels where the tests run them."""
+    device = device if request.param == "triton" else torch.device("cpu")
+    with create_context(group=None, config=config(), device=device, backend=request.param) as context, device:
         yield context
 
 
@@ -30,15 +32,17 @@ def fast():
 
 
 def inputs(**changes) -> dict:
-    g = torch.Generator().manual_seed(0)
-    fields = {
-        "x_TD": torch.randn(T, D, generator=g).bfloat16(),
-        "topk_expert_ids_TK": torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]),
-        "topk_scores_TK": torch.rand(T, K, generator=g),
-        "w13_weight": (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
-        "w2_weight": (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
-    }
-    return fields | changes
+    """The same values on every device; on the default one, which the context fixture sets."""
+    with torch.device("cpu"):
+        g = torch.Generator().manual_seed(0)
+        fields = {
+            "x_TD": torch.randn(T, D, generator=g).bfloat16(),
+            "topk_expert_ids_TK": torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]),
+            "topk_scores_TK": torch.rand(T, K, generator=g),
+            "w13_weight": (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
+            "w2_weight": (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
+        }
+    return {name: value.to(torch.get_default_device()) for name, value in fields.items()} | changes
 
 
 def call(context, options=None, **changes):
