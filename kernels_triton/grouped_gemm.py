@@ -65,7 +65,7 @@ def _block_n(width: int) -> int:
 def pick_config(kind: str, N: int, K: int, rows_per_expert: int | None = None, preset: str | None = None) -> Config:
     """Tile of a product with weights [L, N, K].
 
-    Args:  kind: "forward", "dgrad" or "wgrad".  rows_per_expert: upper estimate, where the host has one.
+    Args:  kind: "forward", "dgrad" or "wgrad".  rows_per_expert: what an expert gets on average, at most.
            preset: a Bf16GroupedGemmPreset, a hint for forward and dgrad; tiles of 256 and 512 rows become 128.
     """
     if kind == "wgrad":

@@ -43,6 +43,12 @@ class Path:
     exchanges: bool  # False: peers are emulated by this rank's own memory and nobody waits
     num_sms: int | None
     preset: str | None
+    rows_per_expert: int  # on average, when the scratch is full: tells a decode context from a training one
+
+    @property
+    def tiles(self) -> dict:
+        """What a GEMM's choice of tile may look at besides its own sizes."""
+        return {"preset": self.preset, "rows_per_expert": self.rows_per_expert, "num_sms": self.num_sms}
 
 
 @dataclass(frozen=True)
@@ -188,8 +194,7 @@ def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, place: Ten
         _at(place, shapes.PLACE_H1),
         plan.row_start_P,
         stop_1=stop_1,
-        preset=path.preset,
-        num_sms=path.num_sms,
+        **path.tiles,
     )
 
 
@@ -246,9 +251,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             stop_1=r.stop_1,
             num_sms=path.num_sms,
         )
-        ops.grouped_gemm(
-            *h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, preset=path.preset, num_sms=path.num_sms
-        )
+        ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
         ops.combine(
             c.plan,
             *h3,
@@ -316,7 +319,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         h1 = (r.rows_of(2 * F), _at(c.place, shapes.PLACE_H1))
         g2 = (r.rows_of(F), _at(c.place, shapes.PLACE_H2))
         dy = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
-        gemm = {"stop_1": r.stop_1, "num_sms": path.num_sms}
+        run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
 
         # Recomputation, where the slot kept x alone; not after a fault of the exchange above.
         torch.maximum(skip, r.stop_1, out=skip)
@@ -324,11 +327,11 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         _w13(path, r, c.w13_L2FD, c.plan, c.place, skip)
 
         _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
-        ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, preset=path.preset, **gemm)
-        ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **gemm)
+        ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)
+        ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **run)
         if c.grad_w2_LDF is not None:
-            ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **gemm)
-        ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, preset=path.preset, **gemm)
+            ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **run)
+        ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
         ops.combine(
             c.plan,
             *dy,
@@ -337,13 +340,13 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             row_scores_R=None,
             row_score_grads_R=row_score_grads_R,
             score_grads=r.score_grads,
-            **gemm,
+            **run,
         )
         if path.exchanges:
             signal(path, r, shapes.COMBINED)
         # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
         if c.grad_w13_L2FD is not None:
-            ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **gemm)
+            ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **run)
     for r, c in both:
         if path.exchanges:
             wait(path, r, shapes.COMBINED)

@@ -329,7 +329,9 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
         rows[here] = torch.where(dead[:, None], 0.0, tokens.peers[peer][half, t[here]].to(rows.device)).to(rows.dtype)
 
 
-def grouped_gemm(a_XK, a_start_1, w_LNK, out_XN, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None):
+def grouped_gemm(
+    a_XK, a_start_1, w_LNK, out_XN, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None, rows_per_expert=None
+):
     """out[r] = bf16(a[r] @ w[e].T) for the rows r of each local expert e."""
     if _stopped(stop_1):
         return
@@ -339,7 +341,17 @@ def grouped_gemm(a_XK, a_start_1, w_LNK, out_XN, out_start_1, row_start_P, *, st
 
 
 def grouped_gemm_dgrad(
-    dy_XN, dy_start_1, w_LNK, out_XK, out_start_1, row_start_P, *, stop_1, preset=None, num_sms=None
+    dy_XN,
+    dy_start_1,
+    w_LNK,
+    out_XK,
+    out_start_1,
+    row_start_P,
+    *,
+    stop_1,
+    preset=None,
+    num_sms=None,
+    rows_per_expert=None,
 ):
     """out[r] = bf16(dy[r] @ w[e])."""
     if _stopped(stop_1):
