@@ -92,6 +92,9 @@ class RankPool:
                 for worker in self._workers:
                     worker.start(pickle.dumps(task))
                 self._collect(lambda worker: worker.started, START_TIMEOUT_S)
+                # A rank that leaves before the others are connected would fail them.
+                for worker in self._workers:
+                    worker.go()
                 self._collect(lambda worker: worker.outcome is not None, timeout_s)
             except BaseException:  # interrupted: the workers are in the middle of something
                 self.close()
@@ -157,6 +160,11 @@ class _Worker:
         self.log.truncate()
         with contextlib.suppress(OSError):  # it died between two runs: receive() will tell
             self.pipe.send_bytes(task)
+
+    def go(self) -> None:
+        if self.outcome is None:
+            with contextlib.suppress(OSError):
+                self.pipe.send_bytes(b"go")
 
     def receive(self) -> None:
         try:
@@ -226,6 +234,7 @@ def _run_task(pipe, rank, timeout_s, module_name, path, function, args, W, store
             made = [dist.new_group(list(members), backend=backend) for members in groups]
             group = tuple(g if rank in members else None for g, members in zip(made, groups, strict=True))
         pipe.send_bytes(pickle.dumps(("started", None)))
+        pipe.recv_bytes()  # all have started
         return fn(rank, group, *args)
     finally:
         if dist.is_initialized():
