@@ -81,6 +81,8 @@ CASES = (
     Case("two ranks de-duplicated", K=4, E=8),
     Case("two ranks de-duplicated recomputed", K=4, E=8, slot_factor=None),
     Case("three ranks six experts K three", W=3, T=7, F=32, K=3, E=6),
+    Case("three ranks de-duplicated", W=3, T=6, D=32, F=32, K=4, E=6),
+    Case("four ranks per route", W=4, T=6, D=32, F=32, K=2, E=8),
     Case("four ranks de-duplicated K eight", W=4, T=5, D=32, F=64, K=8, E=8),
     Case("five ranks one expert each", W=5, T=6, D=32, F=32, K=2, E=5),
     Case("eight ranks K larger than L", W=8, T=4, D=32, F=32, K=3, E=16),

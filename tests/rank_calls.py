@@ -1,0 +1,43 @@
+"""A case on one rank through the public API, and one pool of four processes for every number of ranks."""
+
+from dist_moe import routed_experts
+from dist_moe.config import Config
+from dist_moe.virtual import RankInputs, RankResults
+from tests.process_group import ranks
+
+NAMES = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
+
+
+def on_ranks(W: int, fn, *args, timeout_s: float = 60, may_die=()) -> list:
+    """Results by rank of fn(rank, group, *args) in W processes, which can interpret kernels and run the reference."""
+    options = {"groups": [list(range(W))], "timeout_s": timeout_s, "may_die": may_die}
+    return ranks(4, interpret=True).run(_in_group, fn, args, **options)[:W]
+
+
+def _in_group(rank, groups, fn, args):
+    return fn(rank, groups[0], *args) if groups[0] is not None else None
+
+
+def leaves_of(inputs: RankInputs, config: Config) -> dict:
+    """What is differentiable of a rank's inputs, as leaves that take the gradient's dtype."""
+    leaves = {name: getattr(inputs, name).detach().clone().requires_grad_() for name in NAMES}
+    for name in ("w13_L2FD", "w2_LDF"):
+        leaves[name].grad_dtype = config.wgrad_dtype or leaves[name].dtype
+    return leaves
+
+
+def forward(leaves: dict, ids_TK, context):
+    return routed_experts(leaves["x_TD"], ids_TK, leaves["scores_TK"], leaves["w13_L2FD"], leaves["w2_LDF"], context)
+
+
+def results_of(out_TD, leaves: dict) -> RankResults:
+    return RankResults(out_TD.detach(), *(leaves[name].grad for name in NAMES))
+
+
+def run_rank(inputs: RankInputs, context) -> RankResults:
+    """Forward and backward of this rank; the other ranks of the context must do the same."""
+    leaves = leaves_of(inputs, context.config)
+    out_TD = forward(leaves, inputs.ids_TK, context)
+    out_TD.backward(inputs.grad_out_TD)
+    context.check()
+    return results_of(out_TD, leaves)
