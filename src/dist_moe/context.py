@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _live: "weakref.WeakValueDictionary[str, Context]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _VERSION = version("dist-moe-triton")
+DEFAULT_PEER_TIMEOUT_S = 600.0
 _BUILD = object()  # what create_context passes and nobody else has
 
 
@@ -60,6 +61,7 @@ class Context:
         self._lock = threading.RLock()
         self._closed = False
         self._refusal: str | None = None
+        self._has_told = False  # the peers, in this epoch, that this rank gave up
         self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
         self._saved: list[list[SavedForward]] = [[] for _ in range(self.memory_plan.num_activation_slots)]
         self._epoch = 0
@@ -122,36 +124,57 @@ class Context:
 
     def raise_fault(self) -> None:
         """Raise the fault that has reached the host, without waiting for the device."""
+        for r in self.ranks:
+            record = r.host_fault_F.tolist()
+            if record[0]:
+                error = self._fault_of(r, record)
+                # A peer that got through the faulty call must not wait for this rank in the next.
+                self._tell_peers(error)
+                raise error
         if self._refusal is not None:
             raise errors.PeerAbortedError(
                 f"rank {self.ranks[0].rank} (this one) refused an earlier call: {self._refusal}; "
                 "call context.reset() on every rank"
             )
-        for r in self.ranks:
-            record = r.host_fault_F.tolist()
-            if record[0]:
-                raise errors.from_fault_record(
-                    record,
-                    balanced_rows=self.memory_plan.balanced_recv_rows,
-                    abort_text=self._abort_text(r, record[0] >> shapes.FAULT_RANK_SHIFT),
-                )
 
-    @staticmethod
-    def _abort_text(r: moe.LocalRank, peer: int) -> str:
-        return bytes(r.abort_text.peers[peer].cpu().tolist()).split(b"\0")[0].decode(errors="replace")
+    def _fault_of(self, r: moe.LocalRank, record: list[int]) -> errors.DistMoEError:
+        peer = record[0] >> shapes.FAULT_RANK_SHIFT
+        return errors.from_fault_record(
+            record,
+            balanced_rows=self.memory_plan.balanced_recv_rows,
+            abort_text=bytes(r.abort_text.peers[peer].tolist()).split(b"\0")[0].decode(errors="replace"),
+            abort_code=int(r.header.peers[peer][shapes.HEADER_ABORT]),
+        )
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the peers that this rank gives up the call they are in or about to enter, so that none waits for it."""
-        if not self.path.exchanges or self.world.size == 1 or self._refusal is not None:
+        """Give up the call that this rank is in or about to enter, and tell the peers, so that none waits for it.
+
+        A fault or refusal that is there already stays the first cause.
+        """
+        if self.world.size == 1 or self.world.emulated or self._has_told:
             return
         self._refusal = f"{type(error).__name__}: {error}"
-        for r in self.ranks:
-            text = self._refusal.encode()[: r.abort_text.own.numel() - 1]
-            r.abort_text.own.zero_()
-            r.abort_text.own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-            r.fault_F[0] = shapes.FAULT_ABORTED | r.rank << shapes.FAULT_RANK_SHIFT
-            for stage in (shapes.PUBLISHED, shapes.COMBINED):
-                moe.signal(self.path, r, stage)
+        self._tell_peers(error)
+
+    def _tell_peers(self, error: BaseException) -> None:
+        """Signal every stage as aborted, once an epoch, with the cause in words. Never raises: `error` goes first."""
+        if self.world.size == 1 or self.world.emulated or self._has_told:
+            return
+        self._has_told = True
+        cause = f"{type(error).__name__}: {error}".encode()
+        try:
+            with self._device_guard():
+                self._enter_stream()
+                for r in self.ranks:
+                    size = r.abort_text.own.numel()
+                    r.abort_text.own.copy_(torch.tensor(list(cause[: size - 1].ljust(size, b"\0")), dtype=torch.uint8))
+                    aborted = torch.full_like(r.stop_1, shapes.FAULT_ABORTED | r.rank << shapes.FAULT_RANK_SHIFT)
+                    r.stop_1.copy_(torch.where(r.stop_1 == 0, aborted, r.stop_1))
+                    for stage in (shapes.PUBLISHED, shapes.COMBINED):
+                        moe.signal(self.path, r, stage)
+                self._leave_stream()
+        except Exception:
+            logger.exception("rank %s could not tell its peers that it gives up", self.ranks[0].rank)
 
     @contextlib.contextmanager
     def call(self):
@@ -171,16 +194,16 @@ class Context:
     def reset(self) -> None:
         """Forget every saved forward and, after a fault, make the Context work again.
 
-        After a fault it is collective: all ranks call it, and it raises PeerTimeoutError when one does not come (a dead
-        peer). Without a fault it is local, waits for nothing, and may be captured in a CUDA graph. Backwards of earlier
-        forwards raise SlotError.
+        After a fault on any rank it is collective: all ranks call it, and it raises PeerTimeoutError when one does not
+        come in time; a rank that was merely slow is met by calling it once more. Without a fault it is local, waits for
+        nothing, and may be captured in a CUDA graph. Backwards of earlier forwards raise SlotError.
         """
         self.require_open()
         with self._lock, self._device_guard():
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if not capturing:
                 self._synchronize()
-                if self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
+                if self._refusal is not None or any(int(r.fault_F[0]) or self._peer_gave_up(r) for r in self.ranks):
                     self._realign()
             for r in self.ranks:
                 r.slot_used_NW.zero_()
@@ -189,19 +212,37 @@ class Context:
                 saved.clear()
             self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
 
+    def _peer_gave_up(self, r: moe.LocalRank) -> bool:
+        """Whether a peer has told so in this epoch, which this rank, between two calls, need not have met yet."""
+        return any(
+            flag & 1 and flag >> (1 + shapes.EPOCH_SHIFT) == self._epoch
+            for flag in r.signals.own[: shapes.RESET].flatten().tolist()
+        )
+
     def _realign(self) -> None:
-        """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count."""
+        """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count.
+
+        A meeting that fails is not counted, so that all ranks number their epochs alike, and the one that came late
+        finds the flags of those that waited for it.
+        """
+        with contextlib.suppress(errors.DistMoEError):
+            self.raise_fault()  # so that no peer still waits in a call
         for r in self.ranks:
             r.fault_F.zero_()
-            r.host_fault_F.zero_()
         moe.exchange(self.path, self.ranks, shapes.RESET)
         self._synchronize()
         for r in self.ranks:
-            r.host_fault_F.copy_(r.fault_F)
-        self._refusal = None
-        self.raise_fault()
+            record = r.fault_F.tolist()
+            if record[0]:
+                for other in self.ranks:
+                    other.sent_S[shapes.RESET] -= 1
+                    other.host_fault_F.copy_(r.fault_F)
+                raise self._fault_of(r, record)
         self._epoch += 1
+        self._refusal, self._has_told = None, False
         for r in self.ranks:
+            r.host_fault_F.zero_()
+            r.abort_text.own.zero_()
             r.sent_S[: shapes.RESET] = self._epoch << shapes.EPOCH_SHIFT
             r.call_1.fill_(self._epoch << shapes.EPOCH_SHIFT)
 
@@ -309,7 +350,9 @@ class Context:
         self.require_open()
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is not None and not self._closed:
+            self.refuse(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -323,7 +366,7 @@ def create_context(
     config: Config,
     device: torch.device | str | None = None,
     emulate_peer_buffers: bool | None = None,
-    peer_timeout_s: float = 600.0,
+    peer_timeout_s: float = DEFAULT_PEER_TIMEOUT_S,
     name: str | None = None,
     backend: str | None = None,
 ) -> Context:
@@ -341,25 +384,29 @@ def create_context(
              naming rank and field when configurations differ; PeerAbortedError when another rank failed here.
     Order:   collective over the group; all ranks in the same order.
     """
-    if not isinstance(config, Config):
-        raise TypeError(f"create_context: config must be a Config, got {type(config).__name__}")
-    timeout_s = as_float("create_context", "peer_timeout_s", peer_timeout_s)
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"create_context: peer_timeout_s must be finite and positive seconds, got {peer_timeout_s}")
-    world = _world_of(group, device, emulate_peer_buffers, timeout_s)
+    # What one rank refuses, all learn of, instead of waiting for it: they meet first, whatever the arguments.
+    refused, timeout_s = None, DEFAULT_PEER_TIMEOUT_S
     try:
-        # What one rank refuses, all learn of, instead of waiting for it.
-        prepared = []
-        terms = world.together(
-            "create_context",
-            lambda: (
-                prepared.append(_prepare(world, config, backend, name))
-                or (
-                    asdict(config)
-                    | {"backend": prepared[0][1].backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
-                )
-            ),
-        )
+        timeout_s = _check_timeout(peer_timeout_s)
+        if not isinstance(config, Config):
+            raise TypeError(f"create_context: config must be a Config, got {type(config).__name__}")
+        if emulate_peer_buffers is not None:
+            as_bool("create_context", "emulate_peer_buffers", emulate_peer_buffers)
+        device = None if device is None else default_device(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refused, device, emulate_peer_buffers = error, None, None
+    world = _world_of(group, device, emulate_peer_buffers, timeout_s)
+    prepared = []
+
+    def prepare() -> dict:
+        if refused is not None:
+            raise refused
+        prepared.append(_prepare(world, config, backend, name))
+        backends = prepared[0][1].backends
+        return asdict(config) | {"backend": backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
+
+    try:
+        terms = world.together("create_context", prepare)
         for rank, other in enumerate(terms):
             for field, value in terms[0].items():
                 if other[field] != value:
@@ -400,6 +447,7 @@ def create_context(
         exchanges=not world.emulated,
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
+        rows_per_expert=shapes.cdiv(plan.total_scratch_capacity_rows, config.num_experts // world.size),
     )
     context = Context(
         _BUILD,
@@ -416,6 +464,13 @@ def create_context(
     return context
 
 
+def _check_timeout(peer_timeout_s) -> float:
+    timeout_s = as_float("create_context", "peer_timeout_s", peer_timeout_s)
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"create_context: peer_timeout_s must be finite and positive seconds, got {peer_timeout_s}")
+    return timeout_s
+
+
 def _world_of(group, device, emulate: bool | None, timeout_s: float) -> World:
     """The World of a group, on the device that was asked for."""
     if isinstance(group, World):
@@ -428,7 +483,6 @@ def _world_of(group, device, emulate: bool | None, timeout_s: float) -> World:
     device = default_device("cpu" if device is None and backend == "gloo" else device)
     if emulate is None:
         emulate = backend == "fake"
-    as_bool("create_context", "emulate_peer_buffers", emulate)
     if emulate:
         return World.emulated(dist.get_world_size(group), dist.get_rank(group), device)
     return World.from_group(group, device, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ kills the CUDA context: after `context.reset()` on all ranks the Context works a
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from . import shapes
 
@@ -23,6 +24,10 @@ class RoutingOverflowError(DistMoEError):
         super().__init__(message)
         self.rank, self.needed_rows, self.available_rows = rank, needed_rows, available_rows
         self.needed_factor = needed_factor
+
+    def __reduce__(self):  # exceptions travel between processes by pickle
+        attributes = {name: getattr(self, name) for name in ("rank", "needed_rows", "available_rows", "needed_factor")}
+        return partial(type(self), **attributes), self.args
 
 
 class InvalidExpertIdError(DistMoEError):
@@ -51,8 +56,24 @@ def _describe_word(word: int, value: int) -> str:
     return str(value)
 
 
-def from_fault_record(record: Sequence[int], *, balanced_rows: int, abort_text: str = "") -> DistMoEError:
-    """The exception for a fault record (shapes.FAULT_*) with word 0 not zero."""
+_CAUSES = {
+    shapes.FAULT_MISMATCH: RankMismatchError,
+    shapes.FAULT_INVALID_ID: InvalidExpertIdError,
+    shapes.FAULT_OVERFLOW: RoutingOverflowError,
+    shapes.FAULT_ABORTED: PeerAbortedError,
+    shapes.FAULT_TIMEOUT: PeerTimeoutError,
+    shapes.FAULT_SLOT: SlotError,
+}
+
+
+def from_fault_record(
+    record: Sequence[int], *, balanced_rows: int, abort_text: str = "", abort_code: int = 0
+) -> DistMoEError:
+    """The exception for a fault record (shapes.FAULT_*) with word 0 not zero.
+
+    Args:    abort_text, abort_code: why the rank that the record names gave up: its words, if its host has written
+             them, and its own fault.
+    """
     code, rank = record[0] & 0xFF, record[0] >> shapes.FAULT_RANK_SHIFT
     a, b, c = record[1:4]
     if code == shapes.FAULT_MISMATCH:
@@ -76,7 +97,8 @@ def from_fault_record(record: Sequence[int], *, balanced_rows: int, abort_text: 
             needed_factor=factor,
         )
     if code == shapes.FAULT_ABORTED:
-        cause = f": {abort_text}" if abort_text else ""
+        cause = abort_text or (_CAUSES[abort_code].__name__ if abort_code in _CAUSES else "")
+        cause = f": {cause}" if cause else ""
         return PeerAbortedError(f"rank {rank} gave up this call before '{shapes.STAGE_NAMES[a]}'{cause}")
     if code == shapes.FAULT_TIMEOUT:
         return PeerTimeoutError(

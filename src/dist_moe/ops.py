@@ -9,7 +9,6 @@ from torch import Tensor
 
 from . import moe, shapes
 from .context import Context, live_context
-from .errors import DistMoEError
 from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
@@ -130,8 +129,16 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out_TD, _grad_state):
-    ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
     context = live_context(ctx.handle)
+    try:
+        return _checked_backward(ctx, grad_out_TD, context)
+    except BaseException as error:  # for one, a weight that was changed in place since forward
+        context.refuse(error)
+        raise
+
+
+def _checked_backward(ctx, grad_out_TD, context: Context):
+    ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
     if not state:
         raise RuntimeError("dist_moe::bf16_forward was called with save=False, so it has no backward")
     if ctx.saved_forward is not None:
@@ -194,9 +201,8 @@ def routed_experts(
                 "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
                 "context with inference=False"
             )
-    except (TypeError, ValueError, RuntimeError) as error:
-        if not isinstance(error, DistMoEError):
-            context.refuse(error)
+    except BaseException as error:
+        context.refuse(error)
         raise
     slot, depth = context.selected_slot
     if save and _runs_again_before_backward():
