@@ -10,6 +10,11 @@ from typing import Annotated
 
 import typer
 
+from . import registry
+from .config import Config
+from .demo import Options, run_demo
+from .planner import plan_memory
+
 app = typer.Typer(
     help="Routed experts of a mixture-of-experts layer across GPUs, in Triton.",
     invoke_without_command=True,
@@ -60,9 +65,7 @@ Inference = Annotated[bool, typer.Option("--inference", help="No backward, so no
 
 def _config(
     tokens, hidden, intermediate, top_k, experts, layers, device_factor, slot_factor, slot_bytes, slots, inference
-):
-    from .config import Config
-
+) -> Config:
     return Config(
         num_local_input_tokens=tokens,
         hidden_dim=hidden,
@@ -86,7 +89,7 @@ def _help(context: typer.Context) -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 300,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 240,
     seconds: Annotated[float, typer.Option(help="No training run begins a step after this time.")] = 60.0,
     ranks: Annotated[int, typer.Option(help="Ranks, 1 to 4: processes on a CPU or on as many GPUs.")] = 2,
     device: DeviceOption = None,
@@ -97,8 +100,6 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="One line of JSON on stdout, the rest on stderr.")] = False,
 ) -> None:
     """Train a small MoE language model on several ranks, beside the same model on one rank."""
-    from .demo import Options, run_demo
-
     with _one_line_errors():
         options = Options(
             steps=steps,
@@ -131,8 +132,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one line of JSON.")] = False,
 ) -> None:
     """Print what a Context would allocate."""
-    from .planner import plan_memory
-
     with _one_line_errors():
         config = _config(
             tokens,
@@ -169,8 +168,6 @@ def explain(
     backend: BackendOption = None,
 ) -> None:
     """Print the plan, and which backend would run every op and why."""
-    from .registry import explain as explain_config
-
     with _one_line_errors():
         config = _config(
             tokens,
@@ -185,7 +182,7 @@ def explain(
             slots,
             inference,
         )
-        text = explain_config(config, ep_size, device=device, backend=backend)
+        text = registry.explain(config, ep_size, device=device, backend=backend)
     print(text)
 
 

@@ -17,6 +17,7 @@ from .context import Context
 from .ops import routed_experts
 
 NUM_BYTES = 256  # the vocabulary
+NUM_BYTES_BEFORE = 2
 TEXT_BYTES = 1_000_000  # enough text for the demo
 
 # (x_TD bf16, ids_TK, scores_TK, w13 bf16, w2 bf16) -> out_TD; the weights are those of the experts in this process.
@@ -147,16 +148,22 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte. Everything is computed in fp32 but the experts, which take and give bf16."""
+    """Predicts the next byte. Everything is computed in fp32 but the experts, which take and give bf16.
+
+    A position also sees the bytes just before it by embeddings of their own: attention would learn that too, but later
+    than a demo lasts.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         D = config.hidden_dim
-        self.bytes, self.positions = nn.Embedding(NUM_BYTES, D), nn.Embedding(config.length, D)
+        self.bytes = nn.ModuleList(nn.Embedding(NUM_BYTES, D) for _ in range(1 + NUM_BYTES_BEFORE))
+        self.positions = nn.Embedding(config.length, D)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(D)
         self.head = nn.Linear(D, NUM_BYTES, bias=False)
-        nn.init.normal_(self.bytes.weight, std=0.5)
+        for table in self.bytes:
+            nn.init.normal_(table.weight, std=0.4)
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(
@@ -166,7 +173,10 @@ class LanguageModel(nn.Module):
 
         ids: what an earlier forward returned, to send every token to the same experts again.
         """
-        x_BSD = self.bytes(inputs_BS) + self.positions.weight[: inputs_BS.shape[1]]
+        S = inputs_BS.shape[1]
+        x_BSD = self.positions.weight[:S]
+        for back, table in enumerate(self.bytes):
+            x_BSD = x_BSD + table(F.pad(inputs_BS, (back, 0))[:, :S])
         balances, used = [], []
         for layer, block in enumerate(self.blocks):
             x_BSD, balance, ids_TK = block(x_BSD, run_experts, ids[layer] if ids else None)

@@ -30,7 +30,7 @@ from .symm import World
 from .testing import rows_sqnr_db
 
 PEER_TIMEOUT_S = 120.0
-LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
+LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
 BALANCE_WEIGHT = 0.02
 CHECK_STEPS = 3
 
@@ -210,6 +210,7 @@ def _process_group(rank: int, job: Job) -> Iterator[None]:
         rank=rank,
         world_size=job.num_processes,
         timeout=timedelta(seconds=PEER_TIMEOUT_S),
+        device_id=torch.device("cuda", rank) if job.device == "cuda" else None,
     )
     yield
     dist.destroy_process_group()
