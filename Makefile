@@ -36,7 +36,8 @@ lint: $(SETUP)
 	$(PY) -m ruff check .
 
 use-active:
-	@$(PY) -c 'import dist_moe.kernels_triton' 2>/dev/null || \
+	@$(PY) -c 'import dist_moe.kernels_triton as k, os, sys; \
+	  sys.exit(not os.path.samefile(os.path.dirname(k.__file__), "kernels_triton"))' 2>/dev/null || \
 	  $(PY) -m pip install --no-deps --no-build-isolation -e .
 
 .venv/ready: pyproject.toml setup.py constraints-cpu.txt

@@ -113,7 +113,7 @@ def test_the_wheel_plans_memory_away_from_the_repository(installed):
 
 def test_the_console_script_starts(installed):
     code = "sys.argv = ['dist-moe', '--help']\nfrom dist_moe.cli import main\nmain()"
-    assert "doctor" in run_installed(code, installed)
+    assert "plan" in run_installed(code, installed)
 
 
 # Import
