@@ -208,12 +208,13 @@ def _check(options: Options, job: Job, failures: list[str], console: Console) ->
         rows_db, gradients_db = (min(record[key] for record in records) for key in ("rows_db", "gradients_db"))
         console.print(
             f"  {step:4d} {records[0]['loss']:8.4f}  {records[0]['reference_loss']:10.4f}"
-            f" {rows_db:15.1f} dB {gradients_db:13.1f} dB"
+            f" {_decibels(rows_db):>18} {_decibels(gradients_db):>16}"
         )
     figures = _check_figures([record for records in by_rank for record in records])
+    gradients = f"{_decibels(figures['gradients_db'])} (at least {CHECK_GRADIENTS_DB:g}): {figures['parameter']}"
     console.print(
-        f"  worst row of the layers' outputs {figures['rows_db']:.1f} dB (at least {CHECK_ROWS_DB:g})\n"
-        f"  worst gradient {figures['gradients_db']:.1f} dB (at least {CHECK_GRADIENTS_DB:g}): {figures['parameter']}\n"
+        f"  worst row of the layers' outputs {_decibels(figures['rows_db'])} (at least {CHECK_ROWS_DB:g})\n"
+        f"  worst gradient {gradients}\n"
         f"  largest difference of the loss {figures['loss_difference']:.1e} (at most {CHECK_LOSS:g})"
     )
     if not figures["rows_db"] >= CHECK_ROWS_DB:
@@ -242,6 +243,10 @@ def _check_figures(records: list[dict]) -> dict:
 
 def _ranks(job: Job) -> str:
     return "1 rank" if job.num_ranks == 1 else f"{job.num_ranks} ranks"
+
+
+def _decibels(value: float) -> str:
+    return "equal bits" if value >= EQUAL_DB else f"{value:.1f} dB"
 
 
 def _print_plan(job: Job, console: Console) -> None:
