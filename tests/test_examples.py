@@ -1,0 +1,48 @@
+"""Every example runs as its docstring says, on CPU processes here and on two GPUs where there are two."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DISTRIBUTED = ("train_step", "evaluate", "inference", "several_layers", "reopen")
+
+
+def run(*command: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=EXAMPLES.parent, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(name: str, *flags: str) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}.py", *flags)
+
+
+def test_every_example_says_how_to_run_it():
+    programs = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
+    assert programs == sorted([*DISTRIBUTED, "plan_memory"])
+    for name in programs:
+        text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+        assert f"examples/{name}.py" in text.split("Run: ")[1]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_on_two_cpu_processes(name):
+    assert torchrun(name, "--cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_on_two_gpus(name):
+    assert torchrun(name)
+
+
+def test_plan_memory():
+    assert "device scratch" in run("examples/plan_memory.py")
