@@ -1,4 +1,4 @@
-"""The command line: python -m dist_moe demo | plan | explain, also installed as dist-moe."""
+"""The command line: python -m dist_moe demo | plan | explain | doctor, also installed as dist-moe."""
 
 import contextlib
 import enum
@@ -13,6 +13,7 @@ import typer
 from . import registry
 from .config import Config
 from .demo import Options, run_demo
+from .doctor import describe, examine
 from .planner import plan_memory
 
 app = typer.Typer(
@@ -113,6 +114,13 @@ def demo(
             json=json,
         )
     raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one line of JSON.")] = False):
+    """Say what this machine has, what runs on it, and why the rest does not."""
+    found = examine()
+    print(json.dumps(found) if as_json else describe(found))
 
 
 @app.command()
