@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
-from dist_moe import demo, demo_model, demo_train
-from dist_moe.demo_model import ModelConfig, build_model, global_batch, on_one_rank, part_of_batch
+from dist_moe import demo
+from dist_moe.demo import model as demo_model
+from dist_moe.demo import train as demo_train
+from dist_moe.demo.model import ModelConfig, build_model, global_batch, on_one_rank, part_of_batch
 
 SMALL = ModelConfig(num_layers=2, hidden_dim=32, intermediate_dim=32, num_heads=2, length=16)
 

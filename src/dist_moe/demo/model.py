@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import reference, virtual
-from .config import Config
-from .context import Context
-from .ops import routed_experts
+from .. import reference, virtual
+from ..config import Config
+from ..context import Context
+from ..ops import routed_experts
 
 NUM_BYTES = 256  # the vocabulary
 NUM_BYTES_BEFORE = 2

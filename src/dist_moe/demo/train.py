@@ -3,7 +3,6 @@
 import contextlib
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .context import Context, create_context
-from .demo_model import (
+from ..context import Context, create_context
+from ..symm import World
+from ..testing import rows_sqnr_db
+from .model import (
     LanguageModel,
     ModelConfig,
     RunExperts,
@@ -26,8 +27,6 @@ from .demo_model import (
     on_virtual_ranks,
     part_of_batch,
 )
-from .symm import World
-from .testing import rows_sqnr_db
 
 PEER_TIMEOUT_S = 120.0
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
@@ -89,8 +88,6 @@ def check_triton(rank: int, job: Job, send: Send) -> dict:
     Returns: one record a step: worst row of the layers' outputs, on the same inputs, in dB; both losses; the parameter
              whose gradients differ most, in dB over the whole tensor.
     """
-    # A tile may read rows of its neighbours, NaN among them, and masks them when it stores; numpy warns all the same.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     records = []
     with (
         _process_group(rank, job),

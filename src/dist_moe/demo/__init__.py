@@ -27,9 +27,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .demo_model import ModelConfig, build_model, load_text
-from .demo_train import CHECK_STEPS, Job, check_triton, train_by_oracle, train_on_ranks
-from .testing import TOLERANCES
+from ..testing import TOLERANCES
+from .model import ModelConfig, build_model, load_text
+from .train import CHECK_STEPS, Job, check_triton, train_by_oracle, train_on_ranks
 
 NUM_EXPERTS = 8  # at least; divisible by the number of ranks
 NUM_SEQUENCES = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -321,7 +321,7 @@ def _picture(
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no picture: matplotlib is not installed (pip install 'dist-moe-triton[demo]')")
         return None
-    from .demo_picture import draw
+    from .picture import draw
 
     draw(out, losses, oracle, results["rows_per_expert"], _ranks(job), job.num_ranks)
     console.print(f"picture: {out}")
