@@ -1,0 +1,210 @@
+"""The whole path over W ranks, beside its baseline and its floor.
+
+    torchrun --nproc-per-node 2 -m benchmarks.bench_path --shapes deepseek-v3 --commit abc1234
+    python -m benchmarks.bench_path --virtual 2           W ranks on one GPU: no link, no processes
+    python -m benchmarks.bench_path --smoke               tiny, on the CPU; also under torchrun
+
+Methods: "ours" eager and "ours-graph" replayed; "baseline": NCCL all_to_all_single and torch._grouped_mm;
+"floor-ours" and "floor-torch": the bare products on the same rows. Ours and the baseline are checked against the
+dense oracle on the inputs that are then timed. Rates count all ranks' useful FLOPs, a device.
+"""
+
+import contextlib
+import gc
+import sys
+
+import torch
+
+from dist_moe import testing
+
+from . import gemms, launch
+from .baseline import Baseline
+from .checks import BASELINE_SLACK_DB, PathOracle, require_alike
+from .launch import Job, Miss
+from .ours import BOTH, DIRECTIONS, FORWARD, INFERENCE, Ours
+from .record import Rows, parse, parser
+from .roofs import Roofs, Work, measure_roofs, total
+from .shapes import SHAPES, Shape, Traffic, draw_inputs, memory_bytes
+from .stages import measure_stages, stage_works
+from .timing import Method, measure
+
+
+def works(traffic: Traffic, direction: str) -> tuple[Work, Work]:
+    """All ranks' work in a direction: of the path, and of its products alone."""
+    names = ("forward", "backward") if direction == BOTH else ("forward",)
+    products = gemms.FORWARD + gemms.BACKWARD
+    stages = {stage: work for stage, work in stage_works(traffic).items() if stage[0] in names and stage[1] != "whole"}
+    bare = [work for (_, name), work in stages.items() if name in products]
+    return total(stages.values()), total(bare)
+
+
+def _free(job: Job) -> None:
+    """Give back what earlier methods held."""
+    gc.collect()
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Case:
+    """One shape, routing and number of tokens."""
+
+    def __init__(self, job: Job, args, shape: Shape, routing: str, T: int):
+        self.job, self.args, self.shape, self.routing = job, args, shape, routing
+        self.ids = testing.routing(routing, num_ranks=job.W, T=T, K=shape.K, E=shape.E)
+        self.traffic = Traffic(shape, self.ids)
+
+    def expected(self, direction: str) -> list[str]:
+        """Methods that will have rows."""
+        on_gpu = self.job.device.type == "cuda"
+        names = {
+            "ours": ["ours"],
+            "graph": ["ours-graph"] * on_gpu,
+            "baseline": ["baseline"],
+            "floor": ["floor-ours", "floor-torch"],
+            "stages": ["whole"] if direction == self.staged else [],
+        }
+        return [name for method in self.args.methods for name in names[method]]
+
+    @property
+    def staged(self) -> str | None:
+        """The direction whose stages are timed."""
+        wanted = [d for d in (BOTH, FORWARD, INFERENCE) if d in self.args.directions]
+        return wanted[0] if "stages" in self.args.methods else None
+
+    def run(self, rows: Rows, stage_rows: Rows, roofs: Roofs) -> None:
+        """Measure what has no row yet. Raises Miss, on all ranks, when a result is wrong."""
+        _free(self.job)
+        todo = [d for d in self.args.directions if not self._is_done(rows, stage_rows, d)]
+        if not todo:
+            rows.say(f"{self.shape.name} {self.routing}: has its rows")
+            return
+        self._require_memory(rows)
+        self.inputs = draw_inputs(self.shape, self.ids, self.job.local_ranks, self.job.device)
+        self.oracle = PathOracle(self.job, self.shape, self.inputs, backward=BOTH in todo)
+        for direction in todo:
+            self._run_direction(rows, stage_rows, roofs, direction)
+            _free(self.job)
+
+    def _is_done(self, rows: Rows, stage_rows: Rows, direction: str) -> bool:
+        about = rows.about(self.shape, self.traffic, self.routing, direction)
+        whole = stage_rows.about(self.shape, self.traffic, self.routing, "forward")
+        names = self.expected(direction)
+        return all(stage_rows.has(whole, name) if name == "whole" else rows.has(about, name) for name in names)
+
+    def _require_memory(self, rows: Rows) -> None:
+        needed = memory_bytes(self.traffic, len(self.job.local_ranks), backward=BOTH in self.args.directions)
+        if self.job.device.type != "cuda":
+            return
+        there = torch.cuda.get_device_properties(self.job.device).total_memory
+        rows.say(f"{self.shape.name} {self.routing}: at most {needed / 2**30:.1f} GiB of {there / 2**30:.1f}")
+        if needed > there:
+            raise Miss(f"{self.shape.name} does not fit")
+
+    def _run_direction(self, rows: Rows, stage_rows: Rows, roofs: Roofs, direction: str) -> None:
+        with contextlib.ExitStack() as contexts:
+            ours = self._ours(direction, contexts)
+            methods, db = self._checked_methods(ours)
+            if "graph" in self.args.methods and self.job.device.type == "cuda":
+                try:
+                    methods.append(self._ours(direction, contexts).graph_method())
+                except Miss as miss:
+                    rows.miss(f"{self.shape.name} {self.routing} {direction}: {miss}")
+            if "floor" in self.args.methods:
+                methods += self._floors(ours)
+            self._time(rows, roofs, direction, methods, db)
+            if direction == self.staged:
+                self._time_stages(stage_rows, roofs, ours)
+
+    def _ours(self, direction: str, contexts: contextlib.ExitStack) -> Ours:
+        ours = Ours(self.job, self.traffic, self.inputs, direction, self.args.backend)
+        contexts.callback(ours.context.close)
+        return ours
+
+    def _checked_methods(self, ours: Ours) -> tuple[list[Method], dict[str, float]]:
+        """Ours and the baseline, once both are right, with their worst rows in dB."""
+        agree, check, wanted = self.job.agree, self.oracle.check, self.args.methods
+        results = ours.results()
+        db = {"ours": agree(lambda: check("ours", results))}
+        methods = [ours.method()] if "ours" in wanted else []
+        if "baseline" in wanted:
+            baseline, method = self._baseline(ours.direction)
+            db["baseline"] = agree(lambda: check("baseline", baseline, BASELINE_SLACK_DB))
+            agree(lambda: require_alike("baseline", results, baseline))
+            methods.append(method)
+        return methods, db
+
+    def _baseline(self, direction: str):
+        """Its results, and the method that repeats them."""
+        baseline = Baseline(self.job, self.shape, self.inputs)
+
+        def infer() -> None:
+            with torch.no_grad():
+                baseline.forward()
+
+        run = {FORWARD: baseline.forward, BOTH: baseline.forward_backward, INFERENCE: infer}[direction]
+        return baseline.results(backward=direction == BOTH), Method("baseline", run)
+
+    def _floors(self, ours: Ours) -> list[Method]:
+        ranks = [
+            gemms.ExpertGemms(self.traffic.expert_rows(rank), r.w13_L2FD, r.w2_LDF)
+            for rank, r in zip(self.job.local_ranks, self.inputs.ranks, strict=True)
+        ]
+        runs = gemms.floors(ranks, ours.context.path.ops, backward=ours.direction == BOTH)
+        return [Method(name, run) for name, run in runs.items()]
+
+    def _time(self, rows: Rows, roofs: Roofs, direction: str, methods: list[Method], db: dict) -> None:
+        times = measure(self.job, methods, self.args.rounds)
+        path, bare = works(self.traffic, direction)
+        floors = [time.us for name, time in times.items() if name.startswith("floor")]
+        beside = {
+            "floor_us": min(floors, default=None),
+            "baseline_us": times["baseline"].us if "baseline" in times else None,
+        }
+        about = rows.about(self.shape, self.traffic, self.routing, direction)
+        for name, time in times.items():
+            kind = name.split("-")[0]
+            work = {"ours": path, "floor": bare, "baseline": Work(path.flops)}[kind]
+            more = beside | {"worst_row_db": db[kind]} if kind in db else beside
+            rows.say_row(rows.add(about, name, time, work, roofs, self.job.num_gpus, **more))
+
+    def _time_stages(self, rows: Rows, roofs: Roofs, ours: Ours) -> None:
+        times, counted = measure_stages(self.job, self.shape, ours, self.args.rounds), stage_works(self.traffic)
+        for (direction, name), time in times.items():
+            about = rows.about(self.shape, self.traffic, self.routing, direction)
+            rows.say_row(rows.add(about, name, time, counted.get((direction, name)), roofs, self.job.num_gpus))
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--virtual", type=int, help="this many ranks in one process")
+    options.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=[FORWARD, BOTH])
+    options.add_argument(
+        "--methods",
+        nargs="+",
+        choices=("ours", "graph", "baseline", "floor", "stages"),
+        default=["ours", "graph", "baseline", "floor"],
+        help="stages: a table of every op of the path",
+    )
+    options.add_argument("--backend", help="of our ops; default: the best that runs")
+    args = parse(options, argv)
+    if args.smoke and args.virtual is None and not launch.under_torchrun():
+        args.virtual = 2
+    job = launch.start(virtual=args.virtual, cpu=args.smoke)
+    rows, stage_rows = Rows(job, "path", args), Rows(job, "stages", args)
+    try:
+        roofs = measure_roofs(job, args.rounds)
+        rows.say(f"roofs: {roofs}")
+        for name in args.shapes:
+            for routing in args.routings:
+                for T in args.tokens:
+                    try:
+                        Case(job, args, SHAPES[name], routing, T).run(rows, stage_rows, roofs)
+                    except Miss as miss:
+                        rows.miss(f"{name} {routing} T={T}: {miss}")
+    finally:
+        launch.stop(job)
+    return 1 if rows.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The rows of benchmarks/results as Markdown tables: python -m benchmarks.report [--results FOLDER] [--commit HASH]
+
+Of rows that measure the same thing the newest is shown. Ratios are of times from one and the same run.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from .record import KEY, RESULTS
+
+Row = dict
+
+
+def read(folder: Path, commit: str | None) -> list[Row]:
+    """The newest row of each measurement, in the order in which they were first taken."""
+    newest: dict[tuple, Row] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if commit is None or row["commit"] == commit:
+                newest[tuple(row[name] for name in KEY if name != "commit")] = row
+    return list(newest.values())
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    body = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in body)
+
+
+def grouped(rows: list[Row], *names: str) -> dict[tuple, list[Row]]:
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    return groups
+
+
+def where(row: Row) -> str:
+    """What ran it, once above a table."""
+    machine = f"{row['num_gpus']} x {row['gpu']}, driver {row['driver']}, torch {row['torch']}, triton {row['triton']}"
+    roofs = f"{row['roof_tflops']:.0f} TFLOP/s, {row['roof_hbm_gbs']:.0f} GB/s memory"
+    if row["roof_link_gbs"]:
+        roofs += f", {row['roof_link_gbs']:.0f} GB/s link"
+    return f"{machine}; commit {row['commit']}, {row['date'][:10]}; measured roofs: {roofs}"
+
+
+def _ms(us: float | None) -> str:
+    return "" if us is None else f"{us / 1e3:.3f}"
+
+
+def path_tables(rows: list[Row]) -> list[str]:
+    texts = []
+    for (T, W, place, routing), group in grouped(rows, "T", "W", "where", "routing").items():
+        lines = []
+        for (shape, direction), methods in grouped(group, "shape", "direction").items():
+            by = {row["method"]: row for row in methods}
+            ours = [by[name] for name in ("ours", "ours-graph") if name in by]
+            if not ours:
+                continue
+            best = min(ours, key=lambda row: row["us"])
+            floor, baseline = best["floor_us"], best["baseline_us"]
+            times = [by[name]["us"] if name in by else None for name in ("ours", "ours-graph")]
+            lines.append(
+                [shape, direction, *map(_ms, [*times, baseline, floor])]
+                + [f"{best['us'] / floor:.2f}" if floor else "", f"{baseline / best['us']:.2f}" if baseline else ""]
+                + [f"{best['tflops']:.0f}", f"{best['roof_share']:.0%}"]
+            )
+        header = ["model", "direction", "ours, ms", "graph", "baseline", "floor", "ours / floor", "baseline / ours"]
+        header += ["TFLOP/s a GPU", "of the roof"]
+        title = f"Path, {W} ranks ({place}), T={T} a rank, {routing}\n{where(group[-1])}"
+        texts.append(f"{title}\n\n{table(header, lines)}")
+    return texts
+
+
+def op_tables(rows: list[Row]) -> list[str]:
+    texts = []
+    for (T, W, routing), group in grouped(rows, "T", "W", "routing").items():
+        methods = list(dict.fromkeys(row["method"] for row in group))
+        lines = []
+        for (shape, op), cell in grouped(group, "shape", "direction").items():
+            by = {row["method"]: row for row in cell}
+            line = [f"{shape} {op}"]
+            for method in methods:
+                row = by.get(method)
+                line += [_ms(row["us"]), _rate(row), f"{row['roof_share']:.0%}"] if row else ["", "", ""]
+            lines.append(line)
+        header = ["op"] + [text for method in methods for text in (f"{method}, ms", "rate", "of the roof")]
+        texts.append(f"Ops of the fullest of {W} ranks, T={T}, {routing}\n{where(group[-1])}\n\n{table(header, lines)}")
+    return texts
+
+
+def _rate(row: Row) -> str:
+    """Of what bounds an op; virtual ranks' peers are this device's memory."""
+    return f"{row['tflops']:.0f} TFLOP/s" if row["flops"] else f"{row['hbm_gbs'] + row['link_gbs']:.0f} GB/s"
+
+
+def stage_tables(rows: list[Row]) -> list[str]:
+    texts = []
+    for (shape, T, W, place, routing), group in grouped(rows, "shape", "T", "W", "where", "routing").items():
+        whole = {row["direction"]: row["us"] for row in group if row["method"] == "whole"}
+        lines = []
+        for row in group:
+            rates = [""] * 4
+            if "flops" in row:
+                rates = [f"{row[name]:.0f}" for name in ("tflops", "hbm_gbs", "link_gbs")]
+                rates.append(f"{row['roof_share']:.0%}")
+            share = f"{row['us'] / whole[row['direction']]:.1%}"
+            lines.append([f"{row['direction']}: {row['method']}", f"{row['us']:.1f}", share, *rates])
+        header = ["stage", "us", "of the whole", "TFLOP/s", "GB/s HBM", "GB/s link", "of the roof"]
+        title = f"Stages of {shape}, {W} ranks ({place}), T={T} a rank, {routing}\n{where(group[-1])}"
+        texts.append(f"{title}\n\n{table(header, lines)}")
+    return texts
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--results", type=Path, default=RESULTS)
+    options.add_argument("--commit", help="of this commit alone")
+    args = options.parse_args(argv)
+    rows = grouped(read(args.results, args.commit), "bench")
+    texts = [text for bench, make in TABLES.items() for text in make(rows.get((bench,), []))]
+    print("\n\n".join(texts) or f"no rows in {args.results}")
+    return 0
+
+
+TABLES = {"path": path_tables, "stages": stage_tables, "op": op_tables}
+
+if __name__ == "__main__":
+    sys.exit(main())

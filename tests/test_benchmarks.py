@@ -1,0 +1,294 @@
+"""The benchmark scripts: their smokes, what they count, and that they refuse to time what is wrong."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import bench_op, bench_path, checks, report
+from benchmarks.gemms import ExpertGemms
+from benchmarks.launch import Job, Miss
+from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
+from benchmarks.shapes import MODELS, ROUTINGS, SMOKE, Shape, Traffic, config_of, load_of, memory_bytes
+from benchmarks.timing import Method, measure, summarize
+
+from dist_moe import plan_memory, reference, testing
+
+ROOT = Path(__file__).parents[1]
+H200_BYTES = 139 * 2**30
+OPS = bench_op.PRODUCTS + bench_op.ROW_OPS
+COMMIT = "0123abc"
+
+# Two ranks, two tokens each, two experts a rank: rank 0 receives rows of (rank, token) 00, 10 | 00, 11.
+TINY = Shape("tiny", D=32, F=64, E=4, K=2)
+TINY_IDS = [torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 2], [1, -1]])]
+
+
+# Counting
+
+
+def test_rows_and_pairs_by_source_and_destination():
+    traffic = Traffic(TINY, TINY_IDS)
+    assert traffic.rows_WW == [[2, 2], [2, 1]] and traffic.rows_W == [4, 3]
+    assert traffic.pairs_WW == [[1, 1], [2, 1]]
+    assert traffic.expert_rows(0) == [2, 2] and traffic.expert_rows(1) == [2, 1]
+    load = traffic.load(0, dedup=True)
+    assert (load.rows, load.remote_rows, load.pairs, load.remote_pairs, load.returned) == (4, 2, 3, 2, 2)
+    assert load.moved == (1, 2) and traffic.load(0, dedup=False).moved == (2, 2)
+    assert traffic.load(0, dedup=False).returned == 4 and traffic.load(1, dedup=True).returned == 3
+    assert traffic.balance() == {
+        "rank_rows_max": 4,
+        "rank_rows_mean": 3.5,
+        "expert_rows_max": 2,
+        "expert_rows_mean": 1.75,
+    }
+
+
+def test_an_expert_named_twice_is_one_row():
+    assert Traffic(TINY, [torch.tensor([[1, 1]]), torch.tensor([[1, 2]])]).expert_rows(0) == [0, 2]
+
+
+def test_work_of_the_stages_by_hand():
+    load = Traffic(TINY, TINY_IDS).load(0, dedup=True)
+    assert forward_work(load) == {
+        "publish": Work(0, 256 + 4 * 18, 0),  # x twice; of a route 8 + 4 bytes in, 2 + 4 out
+        "route": Work(0, 8 + 64, 8),
+        "dispatch": Work(0, 64 * (1 + 4), 64 * 2),
+        "w13": Work(2 * 4 * 128 * 32, 2 * (4 * 160 + 2 * 128 * 32), 0),
+        "swiglu": Work(0, 1536, 0),
+        "w2": Work(2 * 4 * 32 * 64, 2 * (4 * 96 + 2 * 32 * 64), 0),
+        "combine": Work(0, 64 * (1 + 4), 64 * 2),
+        "reduce": Work(0, 64 * (2 + 2), 0),
+    }
+    backward = backward_work(load)
+    assert backward["swiglu_backward"] == Work(0, 3072, 0)
+    assert backward["wgrad_w13"] == Work(2 * 4 * 128 * 32, 2 * (4 * 160 + 2 * 128 * 32), 0)
+    assert backward["collect_score_grads"] == Work(0, 64, 0)
+    assert total(forward_work(load).values()).flops == 6 * 32 * 64 * 4 == 49152
+    assert total(backward.values()).flops == 12 * 32 * 64 * 4 == 98304
+
+
+def test_per_route_every_row_crosses():
+    load = Traffic(TINY, TINY_IDS).load(0, dedup=False)
+    assert forward_work(load)["dispatch"] == Work(0, 64 * (2 + 4), 64 * 2)
+    assert forward_work(load)["reduce"] == Work(0, 64 * (4 + 2), 0)
+
+
+def test_flops_of_deepseek_v3():
+    model = MODELS[0]
+    assert (model.name, model.D, model.F, model.E, model.K) == ("deepseek-v3", 7168, 2048, 256, 8)
+    traffic = Traffic(model, testing.routing("balanced", num_ranks=2, T=64, K=8, E=256))
+    forward, both = (bench_path.works(traffic, direction)[0] for direction in ("forward", "forward+backward"))
+    assert forward.flops == 6 * 7168 * 2048 * 1024 and both.flops == 3 * forward.flops
+
+
+def test_a_roof_is_the_slowest_of_three():
+    apart = Roofs(tflops=1.0, hbm_gbs=10.0, link_gbs=1.0)
+    assert apart.us(Work(5_000_000, 0, 0)) == 5.0
+    assert apart.us(Work(5_000_000, 70_000, 0)) == 7.0
+    assert apart.us(Work(5_000_000, 70_000, 8_000)) == 8.0
+    assert Roofs(1.0, 10.0, None).us(Work(0, 70_000, 30_000)) == 10.0  # virtual ranks: all of it is this memory
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_models_fit_on_two_h200(model):
+    traffic = Traffic(model, testing.routing("uniform", num_ranks=2, T=8192, K=model.K, E=model.E))
+    assert memory_bytes(traffic, 1, backward=True) < H200_BYTES
+
+
+def test_slot_and_scratch_hold_the_routing():
+    for name in ROUTINGS:
+        traffic = Traffic(SMOKE, testing.routing(name, num_ranks=2, T=16, K=SMOKE.K, E=SMOKE.E))
+        config = config_of(traffic)
+        plan = plan_memory(config, 2)
+        assert plan.total_scratch_capacity_rows >= max(traffic.rows_W)
+        assert plan.activation_slot_bytes == plan.maximum_useful_activation_slot_bytes
+        assert load_of(traffic, 0).rows == traffic.rows_W[0]
+
+
+# Timing
+
+
+def test_summary_of_samples():
+    times = summarize([float(i) for i in range(11)])
+    assert (times.us, times.p10, times.p90, times.rounds) == (5.0, 1.0, 9.0, 11)
+    assert summarize([3.0]).p90 == 3.0
+
+
+def test_methods_rotate_and_prepare_stays_outside():
+    calls = []
+    methods = [Method(name, lambda name=name: calls.append(name)) for name in "ab"]
+    methods.append(Method("c", lambda: calls.append("c"), lambda: calls.append("prepare c")))
+    times = measure(Job(torch.device("cpu"), 1, (0,)), methods, rounds=3)
+    assert calls[:4] == ["a", "b", "prepare c", "c"] and calls[4:8] == ["b", "prepare c", "c", "a"]
+    assert len(calls) == 6 * 4 and {name: t.rounds for name, t in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+# Refusal of wrong results
+
+
+GEMM = testing.TOLERANCES["gemm"]
+
+
+@pytest.mark.parametrize("wrong", ["zeros", "a row of another", "not written", "a NaN", "one row twice as large"])
+def test_wrong_rows_miss_the_bar(wrong):
+    ref = torch.randn(300, 64).bfloat16()
+    out = ref.clone()
+    checks.require("same", out, ref, GEMM)
+    row = {"a row of another": ref[7], "not written": 7.0, "a NaN": float("nan"), "one row twice as large": 2 * ref[8]}
+    out[8] = row.get(wrong, 0.0)
+    if wrong == "zeros":
+        out.zero_()
+    with pytest.raises(Miss, match="worst row"):
+        checks.require("wrong", out, ref, GEMM)
+
+
+def test_moved_data_must_have_equal_bits():
+    ref = torch.randn(4, 32).bfloat16()
+    with pytest.raises(Miss, match="equal bits"):
+        checks.require("moved", ref.nextafter(ref + 1), ref, testing.TOLERANCES["moved"])
+    with pytest.raises(Miss, match="zero everywhere"):
+        checks.require("nothing", torch.zeros(4, 32), torch.zeros(4, 32), GEMM)
+
+
+def run_smoke(module, *more) -> int:
+    return module.main(["--smoke", "--commit", COMMIT, *more])
+
+
+def test_a_wrong_op_is_not_timed(monkeypatch, tmp_path, capsys):
+    def wrong(*args, **kwargs):
+        reference.grouped_gemm(*args, **kwargs)
+        args[3][0] *= 2
+
+    monkeypatch.setattr(bench_op, "implementations", lambda op, device: {"wrong": wrong})
+    assert run_smoke(bench_op, "--ops", "w13", "--results", str(tmp_path)) == 1
+    assert "NOT TIMED: smoke uniform T=16 w13: wrong w13" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_path_is_not_timed(monkeypatch, tmp_path, capsys):
+    right = reference.swiglu_backward
+
+    def wrong(h1_X2F, *args, **kwargs):
+        right(h1_X2F, *args, **kwargs)
+        h1_X2F *= 1.1
+
+    monkeypatch.setattr(reference, "swiglu_backward", wrong)
+    where = ["--backend", "reference", "--results", str(tmp_path)]
+    assert run_smoke(bench_path, *where, "--directions", "forward+backward") == 1
+    assert "NOT TIMED: smoke uniform T=16: rank 0: ours grad x" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_products_of_a_rank_without_rows():
+    gemms = ExpertGemms([0, 0], torch.ones(2, 64, 32).bfloat16(), torch.ones(2, 32, 32).bfloat16())
+    assert gemms.torch("w13") is None and gemms.result("w13").shape == (0, 64)
+
+
+# The scripts
+
+
+def lines(folder: Path, name: str) -> list[dict]:
+    return list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def smokes(tmp_path_factory) -> dict[str, Path]:
+    """Folders of rows, from scripts that run beside one another as a user would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    every = ["--methods", "ours", "graph", "baseline", "floor", "stages"]
+    commands = {
+        "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
+        "virtual": ["benchmarks.bench_path", "--smoke", *every, "--directions", *bench_path.DIRECTIONS],
+        "processes": [*launcher, "--master-port", str(port), "-m", "benchmarks.bench_path", "--smoke", *every],
+    }
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    folders, running = {}, {}
+    for name, command in commands.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        running[name] = subprocess.Popen(
+            [sys.executable, "-m", *command, "--commit", COMMIT, "--results", str(folders[name])],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    for name, process in running.items():
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, f"{name}:\n{out}"
+    return folders
+
+
+FIELDS = {
+    "gpu", "num_gpus", "driver", "torch", "triton", "python", "commit", "date", "command", "bench", "shape", "routing",
+    "direction", "method", "where", "D", "F", "E", "K", "T", "W", "rank_rows_max", "rank_rows_mean", "expert_rows_max",
+    "expert_rows_mean", "us", "us_p10", "us_p90", "rounds", "roof_tflops", "roof_hbm_gbs", "roof_link_gbs",
+}  # fmt: skip
+RATES = {"flops", "hbm_bytes", "link_bytes", "tflops", "hbm_gbs", "link_gbs", "roof_us", "roof_share"}
+
+
+def test_rows_of_ops(smokes):
+    rows = lines(smokes["op"], "op")
+    assert all(row.keys() >= FIELDS | RATES | {"worst_row_db"} for row in rows)
+    assert {row["direction"] for row in rows} == set(OPS)
+    by = {(row["direction"], row["method"]): row for row in rows}
+    assert all((product, "torch") in by for product in bench_op.PRODUCTS)
+    assert by["w13", "reference"]["flops"] == 4 * SMOKE.D * SMOKE.F * by["w13", "reference"]["rank_rows_max"]
+    assert by["w13", "torch"]["commit"] == COMMIT and by["w13", "torch"]["rounds"] == 1
+
+
+@pytest.mark.parametrize("how, where", [("virtual", "2 virtual ranks"), ("processes", "2 processes")])
+def test_rows_of_the_path(smokes, how, where):
+    rows = lines(smokes[how], "path")
+    assert all(row.keys() >= FIELDS | RATES | {"floor_us", "baseline_us"} and row["where"] == where for row in rows)
+    by = {(row["direction"], row["method"]): row for row in rows}
+    directions = bench_path.DIRECTIONS if how == "virtual" else ("forward", "forward+backward")
+    assert set(by) == {(d, m) for d in directions for m in ("ours", "baseline", "floor-ours", "floor-torch")}
+    num_routes = 2 * 16 * SMOKE.K
+    assert by["forward", "ours"]["flops"] == 6 * SMOKE.D * SMOKE.F * num_routes
+    assert by["forward+backward", "floor-torch"]["flops"] == 18 * SMOKE.D * SMOKE.F * num_routes
+    assert by["forward", "ours"]["worst_row_db"] >= 44.0
+    assert (by["forward", "ours"]["roof_link_gbs"] is None) == (how == "virtual")
+
+
+@pytest.mark.parametrize("how", ["virtual", "processes"])
+def test_rows_of_stages(smokes, how):
+    rows = lines(smokes[how], "stages")
+    by = {(row["direction"], row["method"]): row for row in rows}
+    counted = {"forward": ("w13", "swiglu", "w2", "dispatch"), "backward": ("wgrad_w2", "dgrad_w13", "swiglu_backward")}
+    for direction, names in counted.items():
+        assert all(by[direction, name].keys() >= FIELDS | RATES for name in names)
+        parts = [row["us"] for row in rows if row["direction"] == direction and row["method"] != "whole"]
+        if how == "virtual":  # of processes the slowest is shown, stage by stage
+            assert sum(parts) == pytest.approx(by[direction, "whole"]["us"])
+    assert {"wait published", "signal combined"} <= {row["method"] for row in rows}
+
+
+def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys):
+    monkeypatch.setattr(bench_op, "implementations", lambda op, device: {"reference": getattr(reference, op)})
+    for module, name, how in ((bench_path, "path", "virtual"), (bench_op, "op", "op")):
+        before = lines(smokes[how], name)
+        assert run_smoke(module, "--results", str(smokes[how])) == 0
+        assert lines(smokes[how], name) == before
+    assert "has its rows" in capsys.readouterr().out
+
+
+def test_report_prints_a_table_of_each_kind(smokes, capsys):
+    for folder in smokes.values():
+        assert report.main(["--results", str(folder), "--commit", COMMIT]) == 0
+    text = capsys.readouterr().out
+    assert "| smoke | forward+backward |" in text and "| smoke w13 |" in text and "| forward: dispatch |" in text
+    assert report.main(["--results", str(smokes["op"]), "--commit", "another"]) == 0
+    assert "no rows" in capsys.readouterr().out
+
+
+def test_run_h200_is_a_shell_script():
+    subprocess.run(["bash", "-n", "benchmarks/run_h200.sh"], cwd=ROOT, check=True)
