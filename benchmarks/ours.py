@@ -10,7 +10,7 @@ from dist_moe.virtual import RankResults
 
 from .launch import PEER_TIMEOUT_S, Job, Miss
 from .shapes import Inputs, Traffic, config_of
-from .timing import Method
+from .timing import Method, capture
 
 FORWARD, BOTH, INFERENCE = "forward", "forward+backward", "inference"
 DIRECTIONS = (FORWARD, BOTH, INFERENCE)
@@ -67,30 +67,20 @@ class Ours:
         """The call captured in a CUDA graph and replayed. Raises Miss when it cannot be captured, or replays give other
         bits than eager calls. Collective; after a Miss this Context is of no use."""
         expected = self.run()
-        stream = torch.cuda.Stream(self._job.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # the Context's last call has to be on the stream of the capture
-            self._empty_slot()
+        self._empty_slot()
+
+        def warm_up() -> None:  # the Context's last call has to be on the stream of the capture
             self.run()
             self._empty_slot()
-        torch.cuda.synchronize(self._job.device)
-        graph = torch.cuda.CUDAGraph()
 
-        def capture() -> list[Tensor]:
-            try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    return self.run()
-            except RuntimeError as error:
-                raise Miss(f"ours-graph cannot be captured: {error}") from error
-
-        captured = self._job.agree(capture)
+        graph, captured = capture(self._job, self.run, warm_up)
         graph.replay()
         self.context.check()
         self._empty_slot()
 
         def compare() -> None:
             if not all(map(torch.equal, captured, expected)):
-                raise Miss("ours-graph gives other bits than ours")
+                raise Miss("gives other bits than the eager call")
 
         self._job.agree(compare)
         return Method("ours-graph", graph.replay, self.prepare)

@@ -145,8 +145,8 @@ def memory_bytes(traffic: Traffic, num_local_ranks: int, *, backward: bool) -> i
     plan = plan_memory(config, traffic.W)
     context = plan.total_device_buffer_bytes + plan.routing_table_bytes + sum(size for _, size in plan.symmetric_bytes)
     weights = 2 * 3 * shape.D * shape.F * traffic.L
-    # Weight gradients at a time: those of a captured graph, the floor's buffers, and those of the method that runs.
-    weights *= 4 if backward else 1
+    # Weight gradients at a time: of the captured path and floor, the floor's buffers, and of the method that runs.
+    weights *= 5 if backward else 1
     rows = max(traffic.rows_W)
     floors = 2 * rows * (3 * shape.D + 6 * shape.F)
     # Sent, received, permuted, W2's output twice, slots; h1, silu, h2, and in backward the gradient of each.

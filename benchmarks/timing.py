@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .launch import Job
+from .launch import Job, Miss
 
 WARMUP_ROUNDS = 3
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of an H200 (60 MB)
@@ -83,6 +83,28 @@ class StartLine:
             self._flushed.zero_()
         if self._job.group is not None:
             dist.all_reduce(self._token, group=self._job.group)
+
+
+def capture(job: Job, run: Callable[[], object], warm_up: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """run() as a CUDA graph, and what it returned while captured. Raises Miss where that is not possible; collective.
+
+    warm_up runs before it on the same stream, as libraries want that keep an eye on streams.
+    """
+    stream, graph = torch.cuda.Stream(job.device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(job.device))
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.synchronize(job.device)
+
+    def record() -> object:
+        try:
+            # Other threads, NCCL's watchdog for one, may go on querying events.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                return run()
+        except RuntimeError as error:
+            raise Miss(f"cannot be captured: {error}") from error
+
+    return graph, job.agree(record)
 
 
 def summarize(samples: Sequence[float]) -> Times:
