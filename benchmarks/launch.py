@@ -87,8 +87,7 @@ def under_torchrun() -> bool:
 
 def start(*, virtual: int | None, cpu: bool) -> Job:
     """The Job of this process; joins the others when torchrun started it."""
-    # FP32 products of the oracle are FP32 products.
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")  # FP32 products of the oracle are FP32 products
     if virtual is None and under_torchrun():
         rank, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         device = torch.device("cpu") if cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
