@@ -1,6 +1,7 @@
 """Context: the buffers, the resolved ops and the slots of one MoE shape on one group, made once and closed once."""
 
 import contextlib
+import importlib
 import itertools
 import logging
 import math
@@ -67,6 +68,7 @@ class Context:
         self._epoch = 0
         self.newest: SavedForward | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._captured_stream: torch.cuda.Stream | None = None
         self._last_event: torch.cuda.Event | None = None
 
     # ---- what it is ----------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class Context:
 
     def _tell_peers(self, error: BaseException) -> None:
         """Signal every stage as aborted, once an epoch, with the cause in words. Never raises: `error` goes first."""
-        if self.world.size == 1 or self.world.emulated or self._has_told:
+        if self.world.size == 1 or self.world.emulated or self._has_told or self._is_capturing():
             return
         self._has_told = True
         cause = f"{type(error).__name__}: {error}".encode()
@@ -194,16 +196,15 @@ class Context:
     def reset(self) -> None:
         """Forget every saved forward and, after a fault, make the Context work again.
 
-        After a fault on any rank it is collective: all ranks call it, and it raises PeerTimeoutError when one does not
-        come in time; a rank that was merely slow is met by calling it once more. Without a fault it is local, waits for
+        After a fault it is collective: all ranks call it, and it raises PeerTimeoutError when one does not come in
+        time; a rank that was merely slow is met by calling it once more. Without a fault it is local, waits for
         nothing, and may be captured in a CUDA graph. Backwards of earlier forwards raise SlotError.
         """
         self.require_open()
         with self._lock, self._device_guard():
-            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if not capturing:
+            if not self._is_capturing():
                 self._synchronize()
-                if self._refusal is not None or any(int(r.fault_F[0]) or self._peer_gave_up(r) for r in self.ranks):
+                if self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
                     self._realign()
             for r in self.ranks:
                 r.slot_used_NW.zero_()
@@ -211,13 +212,6 @@ class Context:
             for saved in self._saved:
                 saved.clear()
             self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
-
-    def _peer_gave_up(self, r: moe.LocalRank) -> bool:
-        """Whether a peer has told so in this epoch, which this rank, between two calls, need not have met yet."""
-        return any(
-            flag & 1 and flag >> (1 + shapes.EPOCH_SHIFT) == self._epoch
-            for flag in r.signals.own[: shapes.RESET].flatten().tolist()
-        )
 
     def _realign(self) -> None:
         """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count.
@@ -310,28 +304,39 @@ class Context:
     def _device_guard(self):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _enter_stream(self) -> None:
-        """A call on another stream than the last one's waits for it: all calls share one set of buffers."""
+        """All calls share one set of buffers, so a call on another stream than the last one's waits for it.
+
+        A capture waits for nothing outside of it: torch.cuda.graph begins it on an idle device.
+        """
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)
-        if self._last_stream is not None and stream != self._last_stream:
-            if torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
+            if self._captured_stream not in (None, stream):
                 raise RuntimeError(
-                    f"context {self.name!r} has a call in flight on another stream, which a capture cannot wait for; "
-                    "capture on one stream, or synchronise before the capture"
+                    f"context {self.name!r} has a captured call on another stream, which this one would not wait for; "
+                    "capture its calls on one stream"
                 )
+        elif self._last_stream is not None and stream != self._last_stream:
             stream.wait_event(self._last_event)
 
     def _leave_stream(self) -> None:
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self.device.type != "cuda":
             return
-        self._last_stream = torch.cuda.current_stream(self.device)
-        self._last_event = self._last_stream.record_event()
+        stream = torch.cuda.current_stream(self.device)
+        if self._is_capturing():
+            self._captured_stream = stream
+        else:
+            self._captured_stream = None
+            self._last_stream, self._last_event = stream, stream.record_event()
 
     # ---- its end -------------------------------------------------------------------------------------------------
 
@@ -490,6 +495,8 @@ def _world_of(group, device, emulate: bool | None, timeout_s: float) -> World:
 
 def _prepare(world: World, config: Config, backend: str | None, name: str | None):
     """The parts that need no other rank: plan, resolved ops and name."""
+    # A custom op imports this in its first call, for seconds, which the peers' deadlines should not have to cover.
+    importlib.import_module("torch._dynamo")
     if config.num_experts % world.size:
         raise ValueError(
             f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts "
