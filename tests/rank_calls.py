@@ -1,5 +1,7 @@
 """A case on one rank through the public API, and one pool of four processes for every number of ranks."""
 
+import torch._dynamo  # noqa: F401  when a worker starts, not in create_context, which some tests give a second alone
+
 from dist_moe import routed_experts
 from dist_moe.config import Config
 from dist_moe.virtual import RankInputs, RankResults

@@ -27,7 +27,8 @@ SMALL = {W: Case(f"{W} ranks", W=W, T=6, D=32, F=32, K=2, E=2 * W) for W in (2, 
 
 
 def join(group, case: Case, backend: str = "reference", **changes):
-    return create_context(group=group, config=case.config(**changes), backend=backend, peer_timeout_s=60)
+    config = case.config(**changes)
+    return create_context(group=group, config=config, device="cpu", backend=backend, peer_timeout_s=60)
 
 
 def virtual(case: Case, inputs=None, backend: str = "reference") -> list[RankResults]:
