@@ -16,12 +16,13 @@ from .rank_calls import forward, leaves_of, run_rank
 
 pytestmark = pytest.mark.ranks(2)
 
-TWO = tuple(case for case in CASES if case.W == 2) + (
+TWO = tuple(case for case in CASES if case.W == 2)
+WIDE = (
     Case("wide per route", T=300, D=2048, F=768, K=2, E=64, routing="zipf(1.0)"),
     Case("wide de-duplicated", T=300, D=2048, F=768, K=8, E=64, routing="zipf(1.0)"),
     Case("wide de-duplicated recomputed", T=300, D=2048, F=768, K=8, E=64, slot_factor=None),
 )
-SMALL = Case("small", T=8, D=64, F=96)
+SMALL = Case("small", T=8, D=64, F=96, routing="balanced")
 
 
 def on_gpus(fn, *args, **options) -> list:
@@ -49,10 +50,12 @@ def _run_cases(rank, group, cases):
 
 
 def test_two_gpus_equal_virtual_ranks_bit_for_bit():
-    for case, (first, second) in zip(TWO, zip(*on_gpus(_run_cases, TWO), strict=True), strict=True):
+    cases = TWO + WIDE
+    for case, (first, second) in zip(cases, zip(*on_gpus(_run_cases, cases), strict=True), strict=True):
         results: list[RankResults] = [first[0], second[0]]
         assert_results_equal(results, first[1])
-        assert_results_close(results, dense(case, case.inputs()))
+        if case in TWO:  # the dense layer of a wide case takes the CPU half a minute
+            assert_results_close(results, dense(case, case.inputs()))
 
 
 def error_of(fn, *args):
