@@ -59,9 +59,9 @@ def test_it_is_made_by_create_context_alone():
 
 def test_select_activation_slot_says_what_it_takes():
     with make(num_activation_slots=2, max_moe_layers_per_activation_slot=3) as context:
-        assert context.selected_slot == (0, 3)
+        assert context.saved.selected == (0, 3)
         context.select_activation_slot(1, 2)
-        assert context.selected_slot == (1, 2)
+        assert context.saved.selected == (1, 2)
         for slot in (-1, 2):
             with pytest.raises(ValueError, match="activation slot must be in"):
                 context.select_activation_slot(slot, 1)
@@ -71,9 +71,9 @@ def test_select_activation_slot_says_what_it_takes():
         for wrong in (1.0, "0", True, None):
             with pytest.raises(TypeError, match="activation_slot"):
                 context.select_activation_slot(wrong, 1)
-        assert context.selected_slot == (1, 2)
+        assert context.saved.selected == (1, 2)
         context.reset()
-        assert context.selected_slot == (0, 3)
+        assert context.saved.selected == (0, 3)
     with make(inference=True, activation_slot_capacity_factor=None, num_activation_slots=0) as context:
         context.select_activation_slot(17, 0)  # nothing to choose from
 

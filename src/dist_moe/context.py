@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 
 import torch
@@ -18,6 +18,7 @@ from . import errors, moe, shapes
 from .config import Config, as_bool, as_float, as_int, config_hash
 from .planner import MemoryPlan, dedup, plan_memory, saved_input_bytes, symmetric_regions
 from .registry import default_device, resolve
+from .slots import SavedForward, SavedForwards
 from .symm import World
 
 logger = logging.getLogger(__name__)
@@ -35,13 +36,6 @@ def live_context(handle: str) -> "Context":
     if context is None:
         raise RuntimeError(f"context {handle!r} is not live: it was closed, or never created in this process")
     return context
-
-
-@dataclass(eq=False)
-class SavedForward:
-    """The host's memory of a forward whose state lies in a slot."""
-
-    slot: int
 
 
 class Context:
@@ -63,10 +57,10 @@ class Context:
         self._closed = False
         self._refusal: str | None = None
         self._has_told = False  # the peers, in this epoch, that this rank gave up
-        self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
-        self._saved: list[list[SavedForward]] = [[] for _ in range(self.memory_plan.num_activation_slots)]
+        self.saved = SavedForwards(
+            self.memory_plan.num_activation_slots, self.config.max_moe_layers_per_activation_slot
+        )
         self._epoch = 0
-        self.newest: SavedForward | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._captured_stream: torch.cuda.Stream | None = None
         self._last_event: torch.cuda.Event | None = None
@@ -209,9 +203,7 @@ class Context:
             for r in self.ranks:
                 r.slot_used_NW.zero_()
                 r.slot_layers_N.zero_()
-            for saved in self._saved:
-                saved.clear()
-            self._slot, self._depth = 0, self.config.max_moe_layers_per_activation_slot
+            self.saved.clear()
 
     def _realign(self) -> None:
         """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count.
@@ -248,56 +240,20 @@ class Context:
         Ignored without slots. Raises ValueError out of range. Not collective, but the same on all ranks.
         """
         self.require_open()
-        if not self._saved:
-            return
-        slot = as_int("select_activation_slot", "activation_slot", activation_slot)
-        depth = as_int("select_activation_slot", "num_moe_layers_in_slot", num_moe_layers_in_slot)
-        if not 0 <= slot < len(self._saved):
-            raise ValueError(
-                f"select_activation_slot: activation slot must be in 0..{len(self._saved) - 1}, got {slot}"
+        if len(self.saved):
+            self.saved.select(
+                as_int("select_activation_slot", "activation_slot", activation_slot),
+                as_int("select_activation_slot", "num_moe_layers_in_slot", num_moe_layers_in_slot),
             )
-        deepest = self.config.max_moe_layers_per_activation_slot
-        if not 1 <= depth <= deepest:
-            raise ValueError(f"select_activation_slot: num_moe_layers_in_slot must be in 1..{deepest}, got {depth}")
-        self._slot, self._depth = slot, depth
-
-    @property
-    def selected_slot(self) -> tuple[int, int]:
-        """(slot, layers in it) of the next forward that saves."""
-        return self._slot, self._depth
-
-    def push_saved(self, slot: int, depth: int) -> None:
-        """Note a forward that is about to save into a slot."""
-        if len(self._saved[slot]) >= depth:
-            raise errors.SlotError(
-                f"activation slot {slot} already holds {depth} layers: run their backwards first, select another slot, "
-                "or call context.reset() when their graphs were dropped"
-            )
-        self.newest = SavedForward(slot)
-        self._saved[slot].append(self.newest)
 
     def require_newest(self, saved: SavedForward) -> None:
         """Refuse the backward of a forward that is not the newest of its slot, and tell the peers."""
         self.raise_fault()
-        stack = self._saved[saved.slot]
-        if saved not in stack:
-            problem = (
-                f"this forward's state in activation slot {saved.slot} is gone: it had its backward, or the context "
-                "was reset; a second backward of one forward needs a second forward"
-            )
-        elif stack[-1] is not saved:
-            problem = f"backwards of activation slot {saved.slot} must run in the reverse order of their forwards"
-        else:
-            return
-        error = errors.SlotError(problem)
-        self.refuse(error)
-        raise error
-
-    def pop_saved(self, slot: int) -> None:
-        """Note that the newest forward of a slot has its backward; a negative slot means the one saved into last."""
-        stack = self._saved[slot if slot >= 0 or self.newest is None else self.newest.slot]
-        if stack:
-            stack.pop()
+        problem = self.saved.problem_of(saved)
+        if problem is not None:
+            error = errors.SlotError(problem)
+            self.refuse(error)
+            raise error
 
     # ---- the device ----------------------------------------------------------------------------------------------
 
@@ -348,7 +304,6 @@ class Context:
         self._closed = True
         _live.pop(self.name, None)
         self.ranks = []
-        self.newest = None
         self.world.close()
 
     def __enter__(self) -> "Context":

@@ -38,7 +38,7 @@ def bf16_forward(
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         saves_in_slot = save and slot != NO_SLOT
         if saves_in_slot:
-            ctx.push_saved(slot, depth)
+            ctx.saved.push(slot, depth)
         w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
         call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, saves_in_slot, slot, depth)
         moe.forward(ctx.path, ctx.ranks, [call])
@@ -91,7 +91,7 @@ def bf16_backward(
             grads[2].view(w13_L2FD.shape) if needs_w13 else None,
             grads[3].view(w2_LDF.shape) if needs_w2 else None,
         )
-        ctx.pop_saved(slot)
+        ctx.saved.pop(slot)
         moe.backward(ctx.path, ctx.ranks, [call])
     return grads
 
@@ -125,7 +125,7 @@ def _setup_context(ctx, inputs, output):
     ctx.handle, ctx.slot = context, slot
     # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
     tracing = torch.compiler.is_compiling() or type(output[0]) is not Tensor
-    ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).newest
+    ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
 
 
 def _backward(ctx, grad_out_TD, _grad_state):
@@ -204,7 +204,7 @@ def routed_experts(
     except BaseException as error:
         context.refuse(error)
         raise
-    slot, depth = context.selected_slot
+    slot, depth = context.saved.selected
     if save and _runs_again_before_backward():
         slot = NO_SLOT
     out_TD, _ = bf16_forward(*inputs, save, slot, depth, context.name)

@@ -42,17 +42,17 @@ class _VirtualExperts(torch.autograd.Function):
     @staticmethod
     def forward(autograd_ctx, context: Context, save: bool, *flat: Tensor):
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
-        slot, depth = context.selected_slot
+        slot, depth = context.saved.selected
         with context.call():
             if save:
-                context.push_saved(slot, depth)
+                context.saved.push(slot, depth)
             calls = [
                 moe.ForwardCall(*(t.detach() for t in tensors), torch.empty_like(tensors[0]), save, slot, depth)
                 for tensors in ranks_in
             ]
             moe.forward(context.path, context.ranks, calls)
         autograd_ctx.context, autograd_ctx.calls, autograd_ctx.slot = context, calls, slot
-        autograd_ctx.saved_forward = context.newest
+        autograd_ctx.saved_forward = context.saved.newest
         return tuple(call.out_TD for call in calls)
 
     @staticmethod
@@ -77,7 +77,7 @@ class _VirtualExperts(torch.autograd.Function):
             for call, grad_out in zip(autograd_ctx.calls, grad_outs, strict=True)
         ]
         with context.call():
-            context.pop_saved(autograd_ctx.slot)
+            context.saved.pop(autograd_ctx.slot)
             moe.backward(context.path, context.ranks, calls)
         grads = [(c.grad_x_TD, None, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF) for c in calls]
         return None, None, *(grad for rank_grads in grads for grad in rank_grads)

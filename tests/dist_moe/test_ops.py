@@ -344,7 +344,7 @@ def test_inference_contexts_take_no_gradients():
 
 
 def op_arguments(context, save: bool, **changes) -> tuple:
-    return (*inputs(**changes).values(), save, *context.selected_slot, context.name)
+    return (*inputs(**changes).values(), save, *context.saved.selected, context.name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -389,7 +389,7 @@ def test_fakes_have_the_shapes_of_the_real_thing(fast):
     fast.reset()
     with FakeTensorMode() as mode:
         fake_inputs = {name: mode.from_tensor(value) for name, value in inputs().items()}
-        fake_out, fake_state = ops.bf16_forward(*fake_inputs.values(), True, *fast.selected_slot, fast.name)
+        fake_out, fake_state = ops.bf16_forward(*fake_inputs.values(), True, *fast.saved.selected, fast.name)
     for real, fake in zip([out, *state], [fake_out, *fake_state], strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
