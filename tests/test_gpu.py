@@ -212,6 +212,24 @@ def test_more_than_2_to_the_31_elements_of_rows():
                 assert torch.equal(out[rows], routed_experts(x[rows], ids[rows], scores[rows], w13, w2, other))
 
 
+@pytest.mark.parametrize("T_max, tokens", [(8191, 8191), (8192, 8191), (8192, 8192), (8193, 8193), (8192, 1)])
+def test_sizes_around_a_power_of_two(T_max, tokens):
+    """The rows of a large call have the bits they have in calls of 64 tokens."""
+    x, ids, scores, w13, w2 = tensors()
+    more = -(-tokens // T)
+    x, ids, scores = (tensor.repeat(more, 1)[:tokens].contiguous() for tensor in (x, ids, scores))
+    serve = {"max_moe_layers_per_activation_slot": 1, "inference": True, "num_activation_slots": 0}
+    with create_context(group=None, config=Config(T_max, D, F, K, E, **serve)) as context, torch.no_grad():
+        out = routed_experts(x, ids, scores, w13, w2, context)
+        context.check()
+    with create_context(group=None, config=Config(T, D, F, K, E, **serve)) as context, torch.no_grad():
+        parts = [
+            routed_experts(*(t[i : i + T] for t in (x, ids, scores)), w13, w2, context) for i in range(0, tokens, T)
+        ]
+        context.check()
+    assert torch.equal(out, torch.cat(parts))
+
+
 def test_thousand_calls_hold_the_same_memory():
     with create_context(group=None, config=config()) as context:
         sets = [tensors(seed, name) for seed, name in REPLAYS]

@@ -188,3 +188,20 @@ def _many_calls(rank, group, num_calls):
 
 def test_two_thousand_calls_without_drift():
     assert on_gpus(_many_calls, 2000, timeout_s=200) == [0, 0]
+
+
+def test_a_context_on_another_device_than_the_current_one():
+    """The kernels run where the tensors are, on the current stream of that device."""
+    config = SMALL.config(device_scratch_capacity_factor=1.0)
+    inputs = Case("one rank", W=1).inputs()[0]
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        with torch.cuda.device(0), create_context(group=None, config=config, device=device) as context:
+            there = to(device, inputs)
+            results.append(to("cpu", run_rank(there, context)))
+            with torch.cuda.device(1), torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                again = run_rank(there, context)
+            assert torch.cuda.current_device() == 0
+            assert_results_equal([to("cpu", again)], results[-1:])
+    assert_results_equal(results[:1], results[1:])

@@ -15,7 +15,7 @@ import torch
 from .config import Config
 from .planner import dedup, plan_memory
 
-MIN_TRITON = (3, 6)
+MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
 
 
@@ -37,15 +37,18 @@ class Impl:
     refuses: Callable[[Call], str | None]  # None: can run; otherwise the reason, in words
 
 
+def _too_old(package: str, found: str, needed: tuple[int, int]) -> str | None:
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < needed:
+        return f"{package} {found} is too old, {'.'.join(map(str, needed))} or newer is needed"
+    return None
+
+
 @lru_cache(maxsize=1)
 def _triton_problem() -> str | None:
     """Why no Triton kernel can run in this process, whatever the device."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    found = metadata.version("triton")
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < MIN_TRITON:
-        return f"triton {found} is too old, {'.'.join(map(str, MIN_TRITON))} or newer is needed"
-    return None
+    return _too_old("triton", metadata.version("triton"), MIN_TRITON)
 
 
 def needs_triton(call: Call) -> str | None:
@@ -125,7 +128,12 @@ def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[
 
 
 def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace:
-    """Every op as a function, by name, and `backends`: op -> the backend that was chosen."""
+    """Every op as a function, by name, and `backends`: op -> the backend that was chosen.
+
+    Raises: as choose; RuntimeError for a torch that is too old.
+    """
+    if problem := _too_old("torch", torch.__version__, MIN_TORCH):
+        raise RuntimeError(problem)
     call = call_of(device, backend)
     ops, backends = {}, {}
     for op in OPS:

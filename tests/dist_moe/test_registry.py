@@ -64,6 +64,12 @@ def test_an_old_triton_is_a_reason_that_names_found_and_needed(monkeypatch):
     registry._triton_problem.cache_clear()
 
 
+def test_an_old_torch_is_refused_by_found_and_needed(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(RuntimeError, match=r"torch 2\.9\.1\+cpu is too old, 2\.11 or newer"):
+        resolve(CPU, "reference")
+
+
 def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match=r"unknown op 'rout'.*route"):
         choose("rout", call())
