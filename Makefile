@@ -34,6 +34,7 @@ test-newest-triton: $(SETUP) .venv/triton-$(NEWEST_TRITON)/ready
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 
 use-active:
 	@$(PY) -c 'import dist_moe.kernels_triton as k, os, sys; \

@@ -53,8 +53,7 @@ def test_recomputed_from_x_equals_saved_bit_for_bit(K, E, backend):
     saved = Case("saved", K=K, E=E, routing="zipf(1.0)")
     inputs = saved.inputs()
     first, again, recomputed = (
-        run(case.config(), inputs, backend)
-        for case in (saved, saved, replace(saved, slot_factor=None))
+        run(case.config(), inputs, backend) for case in (saved, saved, replace(saved, slot_factor=None))
     )
     assert_results_equal(first, again)
     assert_results_equal(first, recomputed)
@@ -95,9 +94,7 @@ def test_padding_rows_that_are_not_finite_stay_alone(score, expected, backend):
                 rank.x_TD[1::3] = fill
                 rank.grad_out_TD[1::3] = 0.0
             inputs[0].x_TD[4] *= float("inf") if fill else 0.0
-        expected_results, results = (
-            run(case.config(), inputs, backend) for inputs in (clean, dirty)
-        )
+        expected_results, results = (run(case.config(), inputs, backend) for inputs in (clean, dirty))
         for result, wanted in zip(results, expected_results, strict=True):
             others = torch.tensor([t % 3 != 1 for t in range(case.T)])
             assert torch.equal(result.out_TD[others], wanted.out_TD[others])
