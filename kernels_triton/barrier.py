@@ -26,6 +26,9 @@ RESET = tl.constexpr(shapes.RESET)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
 ABORT = tl.constexpr(shapes.HEADER_ABORT)
 T_WORD = tl.constexpr(shapes.HEADER_T)
+KIND_WORD = tl.constexpr(shapes.HEADER_KIND)
+LAST_WORD = tl.constexpr(shapes.HEADER_FORWARD)
+BACKWARD = tl.constexpr(shapes.KIND_BACKWARD)
 CODE_MASK = tl.constexpr((1 << shapes.FAULT_RANK_SHIFT) - 1)
 MISMATCH = tl.constexpr(shapes.FAULT_MISMATCH)
 ABORTED = tl.constexpr(shapes.FAULT_ABORTED)
@@ -143,18 +146,22 @@ def _verify(
     mask_w = offs_w < W
     header_ptr_W = tl.load(header_table_ptr + offs_w, mask=mask_w, other=0).to(tl.pointer_type(tl.int64))
     header_ptr_0 = tl.load(header_table_ptr).to(tl.pointer_type(tl.int64))
-    # key = rank * 8 + word of what is wrong; BLOCK_W * 8 when nothing is. Words 0 to 3 are compared, word 4 is T.
-    key = tl.zeros((), tl.int32) + BLOCK_W * 8
-    for word in tl.static_range(T_WORD + 1):
-        found_W = tl.load(header_ptr_W + word, mask=mask_w, other=0)
-        if word == T_WORD:
-            wrong_W = (found_W < 0) | (found_W > num_tokens_max)
-        else:
-            wrong_W = found_W != tl.load(header_ptr_0 + word)
-        key = tl.minimum(key, tl.min(tl.where(wrong_W & mask_w, offs_w * 8 + word, BLOCK_W * 8)))
-    if key < BLOCK_W * 8:
-        wrong_rank = key // 8
-        wrong_word = key % 8
+    # key = rank * 16 + word of what is wrong; BLOCK_W * 16 when nothing is.
+    key = tl.zeros((), tl.int32) + BLOCK_W * 16
+    is_backward = tl.load(header_ptr_0 + KIND_WORD) == BACKWARD
+    for word in tl.static_range(LAST_WORD + 1):
+        if word != ABORT:
+            found_W = tl.load(header_ptr_W + word, mask=mask_w, other=0)
+            if word == T_WORD:
+                wrong_W = (found_W < 0) | (found_W > num_tokens_max)
+            else:
+                wrong_W = found_W != tl.load(header_ptr_0 + word)
+            if word > ABORT:
+                wrong_W = wrong_W & is_backward
+            key = tl.minimum(key, tl.min(tl.where(wrong_W & mask_w, offs_w * 16 + word, BLOCK_W * 16)))
+    if key < BLOCK_W * 16:
+        wrong_rank = key // 16
+        wrong_word = key % 16
         expected = tl.load(header_ptr_0 + wrong_word)
         if wrong_word == T_WORD:
             expected = num_tokens_max.to(tl.int64)

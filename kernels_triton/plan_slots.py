@@ -5,7 +5,8 @@
     scratch, down:  x_RD, h1, h2 (g2), h3 (dy) by the actual number of rows; each starts at a multiple of its row pitch
 
 Grid: one program, scalars and one vector over the ranks. Reads rank_rows_W of route, so every rank decides alike; reads
-and writes local memory only. The place record (words PLACE_*) holds start and stop words of the ops that follow.
+and writes local memory only. Backward puts into the own header which forward it belongs to and what that kept; peers
+verify it after PUBLISHED. The place record (words PLACE_*) holds start and stop words of the ops that follow.
 """
 
 import triton
@@ -15,13 +16,13 @@ from dist_moe import shapes
 
 from ._fault import set_fault
 
-KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
+KEPT, SLOT, LAYER, CALL, X, XR, H1, H2, H3, SKIP = (
     tl.constexpr(word)
     for word in (
         shapes.PLACE_KEPT,
         shapes.PLACE_SLOT,
         shapes.PLACE_LAYER,
-        shapes.PLACE_EPOCH,
+        shapes.PLACE_CALL,
         shapes.PLACE_X,
         shapes.PLACE_XR,
         shapes.PLACE_H1,
@@ -29,6 +30,9 @@ KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
         shapes.PLACE_H3,
         shapes.PLACE_SKIP,
     )
+)
+HEADER_KEPT, HEADER_SLOT, HEADER_LAYER, HEADER_FORWARD = (
+    tl.constexpr(word) for word in (shapes.HEADER_KEPT, shapes.HEADER_SLOT, shapes.HEADER_LAYER, shapes.HEADER_FORWARD)
 )
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
@@ -124,7 +128,7 @@ def _plan_forward(
         tl.store(place_ptr + SKIP, kept)
         tl.store(place_ptr + SLOT, slot)
         tl.store(place_ptr + LAYER, layer)
-        tl.store(place_ptr + EPOCH, tl.load(call_ptr) >> EPOCH_SHIFT)
+        tl.store(place_ptr + CALL, tl.load(call_ptr))
     _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
 
 
@@ -133,6 +137,7 @@ def _plan_backward(
     saved_place_ptr,
     rank_rows_ptr,
     call_ptr,
+    header_ptr,  # own
     slot_used_ptr,
     slot_layers_ptr,
     place_ptr,
@@ -159,7 +164,8 @@ def _plan_backward(
     slot, layer = tl.load(saved_place_ptr + SLOT), tl.load(saved_place_ptr + LAYER)
     # A record that its forward never wrote, because of a fault before a reset, holds any slot; its epoch differs.
     newest = tl.load(slot_layers_ptr + slot, mask=(slot >= 0) & (slot < num_slots), other=0) - 1
-    if (layer != newest) | (tl.load(saved_place_ptr + EPOCH) != tl.load(call_ptr) >> EPOCH_SHIFT):
+    call = tl.load(saved_place_ptr + CALL)
+    if (layer != newest) | (call >> EPOCH_SHIFT != tl.load(call_ptr) >> EPOCH_SHIFT):
         set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, newest)
         return
     kept = tl.load(saved_place_ptr + KEPT)
@@ -172,7 +178,11 @@ def _plan_backward(
     tl.store(place_ptr + SKIP, kept)
     tl.store(place_ptr + SLOT, slot)
     tl.store(place_ptr + LAYER, layer)
-    tl.store(place_ptr + EPOCH, tl.load(saved_place_ptr + EPOCH))
+    tl.store(place_ptr + CALL, call)
+    tl.store(header_ptr + HEADER_KEPT, kept)
+    tl.store(header_ptr + HEADER_SLOT, slot)
+    tl.store(header_ptr + HEADER_LAYER, layer)
+    tl.store(header_ptr + HEADER_FORWARD, call)
     tl.store(place_ptr + X, tl.load(saved_place_ptr + X))
     tl.store(place_ptr + XR, tl.load(saved_place_ptr + XR))
     tl.store(place_ptr + H1, tl.load(saved_place_ptr + H1))
@@ -211,13 +221,16 @@ def plan_forward(
     )
 
 
-def plan_backward(saved_place, rank_rows_W, *, rank, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F):
+def plan_backward(
+    saved_place, rank_rows_W, *, rank, geometry, call_1, header, slot_used_NW, slot_layers_N, place, fault_F
+):
     """Give a layer's room back, say where backward finds its rows; see reference.plan_backward. Local, no host read."""
     g, W = geometry, rank_rows_W.numel()
     _plan_backward[(1,)](
         saved_place,
         rank_rows_W,
         call_1,
+        header.own,
         slot_used_NW,
         slot_layers_N,
         place,

@@ -53,6 +53,10 @@ class SlotError(DistMoEError):
 def _describe_word(word: int, value: int) -> str:
     if word == shapes.HEADER_KIND:
         return shapes.KIND_NAMES.get(value, str(value))
+    if word in (shapes.HEADER_CALL, shapes.HEADER_FORWARD):
+        return f"call {value & 0xFFFFFFFF} of epoch {value >> shapes.EPOCH_SHIFT}"
+    if word == shapes.HEADER_KEPT:
+        return "rows kept" if value else "x kept, rows recomputed"
     return str(value)
 
 

@@ -299,6 +299,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             rank=r.rank,
             geometry=path.geometry,
             call_1=r.call_1,
+            header=r.header,
             slot_used_NW=r.slot_used_NW,
             slot_layers_N=r.slot_layers_N,
             place=c.place,

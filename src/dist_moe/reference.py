@@ -134,16 +134,23 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
 
 
 def verify(*, header, num_tokens_max, rank, fault_F):
-    """Compare all ranks' headers with rank 0's; the lowest rank that differs becomes the fault, the same everywhere."""
+    """Compare all ranks' headers with rank 0's; the lowest rank that differs becomes the fault, the same everywhere.
+
+    In a backward this covers what its forward left behind: ranks that kept another choice of rows, or run the backward
+    of another forward, would pull what was not published.
+    """
     if int(fault_F[0]):
         return
     first = header.peers[0].tolist()
+    compared = [shapes.HEADER_VERSION, shapes.HEADER_CONFIG_HASH, shapes.HEADER_CALL, shapes.HEADER_KIND]
+    if first[shapes.HEADER_KIND] == shapes.KIND_BACKWARD:
+        compared += [shapes.HEADER_KEPT, shapes.HEADER_SLOT, shapes.HEADER_LAYER, shapes.HEADER_FORWARD]
     for peer, words in enumerate(h.tolist() for h in header.peers):
-        for word in (shapes.HEADER_VERSION, shapes.HEADER_CONFIG_HASH, shapes.HEADER_CALL, shapes.HEADER_KIND):
-            if words[word] != first[word]:
-                _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, word, first[word], words[word])
-        if not 0 <= words[shapes.HEADER_T] <= num_tokens_max:
-            _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, shapes.HEADER_T, num_tokens_max, words[shapes.HEADER_T])
+        for word, found in enumerate(words):
+            if word == shapes.HEADER_T and not 0 <= found <= num_tokens_max:
+                _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, word, num_tokens_max, found)
+            elif word in compared and found != first[word]:
+                _set_fault(fault_F, shapes.FAULT_MISMATCH, peer, word, first[word], found)
 
 
 # ---- route -----------------------------------------------------------------------------------------------------------
@@ -265,21 +272,25 @@ def plan_forward(
         slot_layers_N[slot] += 1
         place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = int(kept), int(kept)
         place[shapes.PLACE_SLOT], place[shapes.PLACE_LAYER] = slot, layer
-        place[shapes.PLACE_EPOCH] = int(call_1[0]) >> shapes.EPOCH_SHIFT
+        place[shapes.PLACE_CALL] = call_1[0]
     _place_scratch(place, g, rows, kept)
 
 
-def plan_backward(saved_place, rank_rows_W, *, rank, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F):
-    """Give a layer's room in its slot back and say where backward finds and makes its rows."""
+def plan_backward(
+    saved_place, rank_rows_W, *, rank, geometry, call_1, header, slot_used_NW, slot_layers_N, place, fault_F
+):
+    """Give a layer's room in its slot back, say where backward finds and makes its rows, and put into the header which
+    forward it belongs to."""
     place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = 0, 1
     if int(fault_F[0]):
         return
     g, rows = geometry, int(rank_rows_W[rank])
-    kept, slot, layer, epoch = saved_place[: shapes.PLACE_EPOCH + 1].tolist()
+    kept, slot, layer, call = saved_place[: shapes.PLACE_CALL + 1].tolist()
     newest = int(slot_layers_N[slot]) - 1
-    if layer != newest or epoch != int(call_1[0]) >> shapes.EPOCH_SHIFT:
+    if layer != newest or call >> shapes.EPOCH_SHIFT != int(call_1[0]) >> shapes.EPOCH_SHIFT:
         _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, newest)
         return
+    header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1] = saved_place[: shapes.PLACE_CALL + 1]
     slot_layers_N[slot] -= 1
     slot_used_NW[slot] -= _full_bytes(rank_rows_W, g) if kept else g.x_bytes
     place[: shapes.PLACE_H1 + 1] = saved_place[: shapes.PLACE_H1 + 1]

@@ -233,6 +233,8 @@ def _seconds(wait):
 
 
 GOOD = (1, 7, 2, 1, 5)
+KIND = shapes.KIND_BACKWARD
+BACK = (1, 7, 2, KIND, 5, 0, 1, 0, 2, 40)  # rows kept, slot 0, layer 2, of call 40
 
 
 @pytest.mark.parametrize(
@@ -248,6 +250,13 @@ GOOD = (1, 7, 2, 1, 5)
         ([(1, 7, 2, 1, 65), GOOD, GOOD], (0, shapes.HEADER_T, 64, 65)),
         ([GOOD, GOOD, (1, 7, 2, 1, -1)], (2, shapes.HEADER_T, 64, -1)),
         ([GOOD, GOOD, (1, 7, 2, 1, 1 << 32)], (2, shapes.HEADER_T, 64, 1 << 32)),  # 0 in the low half
+        ([BACK, BACK, BACK], None),
+        ([BACK, BACK, (*BACK[:5], 9, *BACK[6:])], None),  # a stale abort code is nobody's concern
+        ([BACK, (*BACK[:6], 0, 0, 2, 40), BACK], (1, shapes.HEADER_KEPT, 1, 0)),
+        ([BACK, BACK, (*BACK[:7], 1, 2, 40)], (2, shapes.HEADER_SLOT, 0, 1)),
+        ([BACK, BACK, (*BACK[:8], 1, 40)], (2, shapes.HEADER_LAYER, 2, 1)),
+        ([BACK, (*BACK[:9], 41), BACK], (1, shapes.HEADER_FORWARD, 40, 41)),
+        ([(*GOOD, *BACK[5:]), (*GOOD, 0, 0, 1, 1, 7), GOOD], None),  # in a forward these words are left over
     ],
 )
 def test_verify_gives_all_ranks_one_verdict(virtual, words, fault):

@@ -6,6 +6,7 @@ the buffer, and is given back.
 
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class Planner:
         self.slot_layers_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
         self.call_1 = torch.tensor([CALL], dtype=torch.int64, device=device)
+        self.header = SimpleNamespace(own=torch.full((shapes.HEADER_WORDS,), UNTOUCHED, device=device))
 
     def _run(self, op, *args, **kwargs) -> torch.Tensor:
         place = torch.full((shapes.PLACE_WORDS,), UNTOUCHED, dtype=torch.int64, device=self.device)
@@ -59,7 +61,7 @@ class Planner:
         return self._run(self.ops.plan_forward, self._rows(rank_rows), slot=slot, depth=depth, save=save)
 
     def backward(self, saved_place, rank_rows) -> torch.Tensor:
-        return self._run(self.ops.plan_backward, saved_place, self._rows(rank_rows))
+        return self._run(self.ops.plan_backward, saved_place, self._rows(rank_rows), header=self.header)
 
     @property
     def state(self) -> tuple:
@@ -80,6 +82,7 @@ class Both:
 
     def _same(self, got, want) -> torch.Tensor:
         assert got.tolist() == want.tolist() and self.kernel.state == self.oracle.state
+        assert torch.equal(self.kernel.header.own, self.oracle.header.own)
         return got
 
     @property
@@ -168,7 +171,7 @@ def test_example_of_forward_and_backward(device):
     g = geometry(32, 32, slot_bytes=3072)
     planner = Both(device, g, W=2)
     first = planner.forward([4, 3], depth=2)
-    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "EPOCH")] == [1, 1, 0, 2, 0, 3]
+    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "CALL")] == [1, 1, 0, 2, 0, CALL]
     assert planner.state[:2] == ([[1024, 768]], [1])
     assert word(Both(device, g, W=2).forward([2, 11], depth=2), "KEPT") == 1
 
@@ -177,6 +180,8 @@ def test_example_of_forward_and_backward(device):
     assert planner.state[:2] == ([[1280, 1024]], [2])
     back = planner.backward(second, [2, 12])
     assert word(back, "SKIP") == 0 and planner.state[:2] == ([[1024, 768]], [1])
+    told = planner.kernel.header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1]
+    assert told.tolist() == [0, 0, 1, CALL]  # x alone was kept, slot 0, layer 1, the call of the forward
     again = planner.backward(second, [2, 12])
     assert planner.state == ([[1024, 768]], [1], [shapes.FAULT_SLOT, 0, 1, 0, 0, 0, 0, 0])
     assert word(again, "SKIP") == 1

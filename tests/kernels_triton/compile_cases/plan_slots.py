@@ -36,7 +36,7 @@ CASES = (
     ),
     Case(
         "plan_slots:_plan_backward",
-        {**TYPES, "saved_place_ptr": "*i64", "num_slots": "i32"},
+        {**TYPES, "saved_place_ptr": "*i64", "header_ptr": "*i64", "num_slots": "i32"},
         {"TRAINING": True, "BLOCK_W": 64},
         num_warps=1,
         expect=(".cas.b64",),
