@@ -16,13 +16,13 @@ from dist_moe import shapes
 
 from ._fault import set_fault
 
-KEPT, SLOT, LAYER, CALL, X, XR, H1, H2, H3, SKIP = (
+KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
     tl.constexpr(word)
     for word in (
         shapes.PLACE_KEPT,
         shapes.PLACE_SLOT,
         shapes.PLACE_LAYER,
-        shapes.PLACE_CALL,
+        shapes.PLACE_EPOCH,
         shapes.PLACE_X,
         shapes.PLACE_XR,
         shapes.PLACE_H1,
@@ -77,11 +77,13 @@ def _plan_forward(
     call_ptr,
     slot_used_ptr,  # [N, W] int64
     slot_layers_ptr,  # [N] int64
+    slot_calls_ptr,  # [N, deepest] int64
     place_ptr,
     fault_ptr,
     rank,
     slot,
     depth,
+    deepest,
     W,
     D,
     F,
@@ -128,7 +130,9 @@ def _plan_forward(
         tl.store(place_ptr + SKIP, kept)
         tl.store(place_ptr + SLOT, slot)
         tl.store(place_ptr + LAYER, layer)
-        tl.store(place_ptr + CALL, tl.load(call_ptr))
+        call = tl.load(call_ptr)
+        tl.store(place_ptr + EPOCH, call >> EPOCH_SHIFT)
+        tl.store(slot_calls_ptr + slot.to(tl.int64) * deepest + layer, call)
     _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
 
 
@@ -140,10 +144,12 @@ def _plan_backward(
     header_ptr,  # own
     slot_used_ptr,
     slot_layers_ptr,
+    slot_calls_ptr,
     place_ptr,
     fault_ptr,
     rank,
     num_slots,
+    deepest,
     W,
     D,
     F,
@@ -164,8 +170,7 @@ def _plan_backward(
     slot, layer = tl.load(saved_place_ptr + SLOT), tl.load(saved_place_ptr + LAYER)
     # A record that its forward never wrote, because of a fault before a reset, holds any slot; its epoch differs.
     newest = tl.load(slot_layers_ptr + slot, mask=(slot >= 0) & (slot < num_slots), other=0) - 1
-    call = tl.load(saved_place_ptr + CALL)
-    if (layer != newest) | (call >> EPOCH_SHIFT != tl.load(call_ptr) >> EPOCH_SHIFT):
+    if (layer != newest) | (tl.load(saved_place_ptr + EPOCH) != tl.load(call_ptr) >> EPOCH_SHIFT):
         set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, newest)
         return
     kept = tl.load(saved_place_ptr + KEPT)
@@ -178,11 +183,11 @@ def _plan_backward(
     tl.store(place_ptr + SKIP, kept)
     tl.store(place_ptr + SLOT, slot)
     tl.store(place_ptr + LAYER, layer)
-    tl.store(place_ptr + CALL, call)
+    tl.store(place_ptr + EPOCH, tl.load(saved_place_ptr + EPOCH))
     tl.store(header_ptr + HEADER_KEPT, kept)
     tl.store(header_ptr + HEADER_SLOT, slot)
     tl.store(header_ptr + HEADER_LAYER, layer)
-    tl.store(header_ptr + HEADER_FORWARD, call)
+    tl.store(header_ptr + HEADER_FORWARD, tl.load(slot_calls_ptr + slot * deepest + layer))
     tl.store(place_ptr + X, tl.load(saved_place_ptr + X))
     tl.store(place_ptr + XR, tl.load(saved_place_ptr + XR))
     tl.store(place_ptr + H1, tl.load(saved_place_ptr + H1))
@@ -190,7 +195,19 @@ def _plan_backward(
 
 
 def plan_forward(
-    rank_rows_W, *, rank, slot, depth, save, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F
+    rank_rows_W,
+    *,
+    rank,
+    slot,
+    depth,
+    save,
+    geometry,
+    call_1,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    place,
+    fault_F,
 ):
     """Decide what a forward keeps and where its rows lie; see reference.plan_forward. Local, no host read.
 
@@ -203,11 +220,13 @@ def plan_forward(
         call_1,
         slot_used_NW,
         slot_layers_N,
+        slot_calls_NM,
         place,
         fault_F,
         rank,
         slot,
         depth,
+        slot_calls_NM.shape[1],
         W,
         g.hidden_dim,
         g.intermediate_dim,
@@ -222,7 +241,18 @@ def plan_forward(
 
 
 def plan_backward(
-    saved_place, rank_rows_W, *, rank, geometry, call_1, header, slot_used_NW, slot_layers_N, place, fault_F
+    saved_place,
+    rank_rows_W,
+    *,
+    rank,
+    geometry,
+    call_1,
+    header,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    place,
+    fault_F,
 ):
     """Give a layer's room back, say where backward finds its rows; see reference.plan_backward. Local, no host read."""
     g, W = geometry, rank_rows_W.numel()
@@ -233,10 +263,12 @@ def plan_backward(
         header.own,
         slot_used_NW,
         slot_layers_N,
+        slot_calls_NM,
         place,
         fault_F,
         rank,
         slot_layers_N.numel(),
+        slot_calls_NM.shape[1],
         W,
         g.hidden_dim,
         g.intermediate_dim,

@@ -34,7 +34,7 @@ def live_context(handle: str) -> "Context":
     """The open Context of this handle, for ops, which name their Context by a string."""
     context = _live.get(handle)
     if context is None:
-        raise RuntimeError(f"context {handle!r} is not live: it was closed, or never created in this process")
+        raise RuntimeError(f"context {handle!r} is not live: it was closed or dropped, or is not of this process")
     return context
 
 
@@ -190,7 +190,8 @@ class Context:
     def reset(self) -> None:
         """Forget every saved forward and, after a fault, make the Context work again.
 
-        After a fault it is collective: all ranks call it, and it raises PeerTimeoutError when one does not come in
+        After a fault on any rank it is collective: all ranks call it, once the refusal of one has reached the others
+        (what told the job to reset comes after it). It raises PeerTimeoutError when one does not come in
         time; a rank that was merely slow is met by calling it once more. Without a fault it is local, waits for
         nothing, and may be captured in a CUDA graph. Backwards of earlier forwards raise SlotError.
         """
@@ -198,12 +199,19 @@ class Context:
         with self._lock, self._device_guard():
             if not self._is_capturing():
                 self._synchronize()
-                if self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
+                if self._refusal is not None or any(int(r.fault_F[0]) or self._peer_gave_up(r) for r in self.ranks):
                     self._realign()
             for r in self.ranks:
                 r.slot_used_NW.zero_()
                 r.slot_layers_N.zero_()
             self.saved.clear()
+
+    def _peer_gave_up(self, r: moe.LocalRank) -> bool:
+        """Whether a peer has said so in this epoch, in a call that this rank has not come to yet."""
+        return any(
+            flag & 1 and flag >> (1 + shapes.EPOCH_SHIFT) == self._epoch
+            for flag in r.signals.own[: shapes.RESET].flatten().tolist()
+        )
 
     def _realign(self) -> None:
         """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count.
@@ -315,11 +323,19 @@ class Context:
             self.refuse(error)
         self.close()
 
+    def __deepcopy__(self, memo) -> "Context":
+        """A copied module shares its Context: the buffers are the group's, not the module's."""
+        return self
+
+    def __reduce__(self):
+        raise TypeError("a Context cannot be pickled: it belongs to its process; make another with create_context()")
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.world.size} ranks on {self.device}"
         return f"<dist_moe.Context {self.name!r}: {state}>"
 
 
+@torch.inference_mode(False)  # what is made under it could never be written outside of it
 def create_context(
     *,
     group,
@@ -380,7 +396,7 @@ def create_context(
         ranks: list[moe.LocalRank] = []
         world.together(
             "create_context",
-            lambda: ranks.extend(_local_rank(world, plan, rank, regions[rank]) for rank in world.local_ranks),
+            lambda: ranks.extend(_local_rank(world, config, plan, rank, regions[rank]) for rank in world.local_ranks),
         )
     except BaseException:
         world.close()
@@ -464,7 +480,7 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     return plan, resolve(world.device, backend), name
 
 
-def _local_rank(world: World, plan: MemoryPlan, rank: int, regions: dict) -> moe.LocalRank:
+def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regions: dict) -> moe.LocalRank:
     def words(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=world.device)
 
@@ -475,6 +491,7 @@ def _local_rank(world: World, plan: MemoryPlan, rank: int, regions: dict) -> moe
         buffer=torch.empty(plan.total_device_buffer_bytes, dtype=torch.uint8, device=world.device),
         slot_used_NW=words(plan.num_activation_slots, world.size),
         slot_layers_N=words(plan.num_activation_slots),
+        slot_calls_NM=words(plan.num_activation_slots, config.max_moe_layers_per_activation_slot),
         fault_F=words(shapes.FAULT_WORDS),
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
         sent_S=words(shapes.NUM_STAGES),

@@ -4,6 +4,7 @@ ValueError and TypeError are for arguments; what only a running call can find ou
 kills the CUDA context: after `context.reset()` on all ranks the Context works again, except after a dead peer.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -91,10 +92,10 @@ def from_fault_record(
             "use a negative id for 'no expert'"
         )
     if code == shapes.FAULT_OVERFLOW:
-        factor = a / max(balanced_rows, 1)
+        factor = math.ceil(a / max(balanced_rows, 1) * 1e4) / 1e4  # rounded up, so that the advice holds
         return RoutingOverflowError(
             f"routing overflow: rank {rank} needs {a} rows, {b} are available (needed and available rows are those of "
-            f"one rank); a device_scratch_capacity_factor of {factor:.4g} would have fitted",
+            f"one rank); a device_scratch_capacity_factor of {factor:.10g} would have fitted",
             rank=rank,
             needed_rows=a,
             available_rows=b,

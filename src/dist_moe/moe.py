@@ -60,6 +60,7 @@ class LocalRank:
     buffer: Tensor  # uint8, slots and scratch
     slot_used_NW: Tensor
     slot_layers_N: Tensor
+    slot_calls_NM: Tensor  # which call saved each layer, M = most layers of a slot
     fault_F: Tensor
     host_fault_F: Tensor  # pinned on a GPU
     sent_S: Tensor
@@ -67,10 +68,10 @@ class LocalRank:
     zero_1: Tensor
 
     def __getattr__(self, name: str) -> Region:
-        try:
-            return self.regions[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        regions = self.__dict__.get("regions", {})
+        if name not in regions:
+            raise AttributeError(name)
+        return regions[name]
 
     @property
     def stop_1(self) -> Tensor:
@@ -228,6 +229,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             call_1=r.call_1,
             slot_used_NW=r.slot_used_NW,
             slot_layers_N=r.slot_layers_N,
+            slot_calls_NM=r.slot_calls_NM,
             place=c.place,
             fault_F=r.fault_F,
         )
@@ -302,6 +304,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             header=r.header,
             slot_used_NW=r.slot_used_NW,
             slot_layers_N=r.slot_layers_N,
+            slot_calls_NM=r.slot_calls_NM,
             place=c.place,
             fault_F=r.fault_F,
         )

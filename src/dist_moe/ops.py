@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import moe, shapes
+from .checks import check_call, wants_backward
 from .context import Context, live_context
-from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
+from .options import ExecutionOptions
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
 
@@ -36,10 +37,10 @@ def bf16_forward(
     ctx = live_context(context)
     with ctx.call():
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        w13_L2FD, w2_LDF = expert_major(ctx, w13, w2)
         saves_in_slot = save and slot != NO_SLOT
         if saves_in_slot:
             ctx.saved.push(slot, depth)
-        w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
         call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, saves_in_slot, slot, depth)
         moe.forward(ctx.path, ctx.ranks, [call])
     return out_TD, [*call.plan.tensors(), call.place] if save else []
@@ -76,7 +77,7 @@ def bf16_backward(
     ctx = live_context(context)
     with ctx.call():
         grads = _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        w13_L2FD, w2_LDF = _expert_major(ctx, w13, w2)
+        w13_L2FD, w2_LDF = expert_major(ctx, w13, w2)
         call = moe.BackwardCall(
             # An expanded gradient, sum()'s for one, has strides of 0.
             grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
@@ -112,8 +113,16 @@ def _empty_grads(
     )
 
 
-def _expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights as [L, 2F, D] and [L, D, F], whatever layout the caller has them in."""
+def expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights as [L, 2F, D] and [L, D, F], whatever layout the caller has them in.
+
+    Raises: ValueError for an address that is not a multiple of 16, which TMA cannot read; only real tensors have one.
+    """
+    for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+        if weight.data_ptr() % 16:
+            raise ValueError(
+                f"routed_experts: {name} must start at a multiple of 16 bytes, it is a view at an odd place; clone it"
+            )
     L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
     return w13.detach().view(L, 2 * F, D), w2.detach().view(L, D, F)
 
@@ -193,21 +202,20 @@ def routed_experts(
     context.require_open()
     inputs = (x_TD, topk_expert_ids_TK, topk_scores_TK, w13_weight, w2_weight)
     try:
-        _check(*inputs, context, options)
-        trained = [tensor for tensor in (x_TD, topk_scores_TK, w13_weight, w2_weight) if tensor.requires_grad]
-        save = torch.is_grad_enabled() and bool(trained)
-        if save and context.config.inference:
-            raise RuntimeError(
-                "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
-                "context with inference=False"
+        check_call(*inputs, context, options)
+        if len(context.world.local_ranks) != 1:
+            raise ValueError(
+                f"routed_experts: the context runs {context.world.size} virtual ranks, which are called together: use "
+                "dist_moe.virtual.routed_experts"
             )
+        save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight)
+        slot, depth = context.saved.selected
+        if save and _runs_again_before_backward():
+            slot = NO_SLOT
+        out_TD, _ = bf16_forward(*inputs, save, slot, depth, context.name)
     except BaseException as error:
         context.refuse(error)
         raise
-    slot, depth = context.saved.selected
-    if save and _runs_again_before_backward():
-        slot = NO_SLOT
-    out_TD, _ = bf16_forward(*inputs, save, slot, depth, context.name)
     return out_TD
 
 
@@ -215,123 +223,12 @@ def _runs_again_before_backward() -> bool:
     """Whether this forward is the first one of a non-reentrant checkpoint, which drops what it saves.
 
     Nothing public tells. Were torch to rename what is looked at here, the first forward would keep its room in the slot
-    and the second would raise SlotError: loudly wrong. A selective checkpoint keeps the op's outputs instead.
+    and the second would raise SlotError: loudly wrong. A selective checkpoint must keep the outputs of bf16_forward.
     """
+    if torch.compiler.is_compiling():
+        return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
+    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
         return False
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return not any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes)
-
-
-def _check(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: ExecutionOptions | None) -> None:
-    """Everything the host can know, in the documented order."""
-    config = context.config
-    where = "routed_experts"
-    if options is not None and not isinstance(options, ExecutionOptions):
-        raise TypeError(f"{where}: options must be an ExecutionOptions or None, got {type(options).__name__}")
-    options = options or ExecutionOptions()
-    for name, value in (("x_TD", x_TD), ("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
-    stats = options.swiglu_clip_stats_out_3
-    if stats is not None and stats.device != x_TD.device:
-        raise ValueError(f"{where}: swiglu_clip_stats_out_3 is on {stats.device}, x_TD on {x_TD.device}")
-
-    T_max, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
-    if x_TD.dim() != 2 or x_TD.shape[1] != D:
-        raise ValueError(f"{where}: x_TD must be [T, {D}], got {list(x_TD.shape)}")
-    T = x_TD.shape[0]
-    if T > T_max:
-        raise ValueError(
-            f"{where}: x_TD has {T} tokens, more than Config.num_local_input_tokens = {T_max}; the count must equal or "
-            "be less than it"
-        )
-    for name, value in (("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
-        if value.shape != (T, K):
-            raise ValueError(f"{where}: {name} must be [{T}, {K}] as x_TD has {T} tokens, got {list(value.shape)}")
-
-    prepared = [isinstance(weight, PreparedWeight) for weight in (w13, w2)]
-    if any(prepared) and not all(prepared):
-        raise TypeError(f"{where}: both weights must be prepared or both tensors, got one of each")
-    if all(prepared):
-        raise ValueError(f"{where}: prepared weights require block-scaled execution; pass the bf16 tensors")
-    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
-    _check_weight_layouts(w13, w2, context)
-
-    _check_dtype("x_TD", x_TD, torch.bfloat16)
-    _check_dtype("w13_weight", w13, torch.bfloat16)
-    _check_dtype("w2_weight", w2, torch.bfloat16)
-    _check_dtype("topk_expert_ids_TK", ids_TK, torch.int32, torch.int64)
-    _check_dtype("topk_scores_TK", scores_TK, torch.bfloat16, torch.float32)
-    named = {
-        "x_TD": x_TD,
-        "topk_expert_ids_TK": ids_TK,
-        "topk_scores_TK": scores_TK,
-        "w13_weight": w13,
-        "w2_weight": w2,
-    }
-    for name, value in named.items():
-        if value.device != context.device:
-            raise ValueError(f"{where}: {name} is on {value.device}, the context on {context.device}")
-    if T and x_TD.stride(1) != 1:
-        raise ValueError(
-            f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()"
-        )
-    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
-        if not value.is_contiguous():
-            raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
-
-    if options.requires_eager and torch.compiler.is_compiling():
-        raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
-    _check_rmsnorm(options.experts_output_postprocess, x_TD)
-    missing = unsupported_features(options)
-    if missing:
-        raise NotImplementedError(f"{where}: not in this release: {', '.join(missing)}")
-    if len(context.world.local_ranks) != 1:
-        raise ValueError(
-            f"{where}: the context runs {context.world.size} virtual ranks, which are called together: use "
-            "dist_moe.virtual.routed_experts"
-        )
-
-
-def _check_dtype(name: str, value: Tensor, *wanted: torch.dtype) -> None:
-    if value.dtype not in wanted:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
-        raise TypeError(
-            f"routed_experts: {name} must be {names}, got {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        )
-
-
-def _check_weight_layouts(w13: Tensor, w2: Tensor, context: Context) -> None:
-    L, D, F = context.experts_per_rank, context.config.hidden_dim, context.config.intermediate_dim
-    where = "routed_experts"
-    if w13.dim() == 4 and w2.dim() == 3 and w13.shape[1] != 2:
-        raise ValueError(f"{where}: w13_weight with four dimensions must be [E, 2, F, D], got {list(w13.shape)}")
-    if (w13.dim(), w2.dim()) not in ((3, 3), (4, 3), (2, 2)):
-        raise ValueError(
-            f"{where}: incompatible expert-weight layouts: w13_weight {list(w13.shape)}, w2_weight {list(w2.shape)}; "
-            "use [L, 2F, D] and [L, D, F], [L, 2, F, D] and [L, D, F], or [L*2F, D] and [L*D, F]"
-        )
-    wanted_w13 = {3: (L, 2 * F, D), 4: (L, 2, F, D), 2: (L * 2 * F, D)}[w13.dim()]
-    wanted_w2 = {3: (L, D, F), 2: (L * D, F)}[w2.dim()]
-    for name, value, wanted in (("w13_weight", w13, wanted_w13), ("w2_weight", w2, wanted_w2)):
-        if tuple(value.shape) != wanted:
-            raise ValueError(f"{where}: {name} must be {list(wanted)} (L = {L} local experts), got {list(value.shape)}")
-
-
-def _check_rmsnorm(post, x_TD: Tensor) -> None:
-    """The values of an RMSNormPostprocess that no later release will take either."""
-    if not isinstance(post, RMSNormPostprocess):
-        return
-    where = "routed_experts: RMSNormPostprocess"
-    if not post.eps > 0 or post.eps == float("inf"):
-        raise ValueError(f"{where}.eps must be finite and positive, got {post.eps}")
-    if post.output_dtype != x_TD.dtype:
-        raise ValueError(f"{where}.output_dtype must be that of x_TD, {x_TD.dtype}, got {post.output_dtype}")
-    if post.gain_center != 0 and post.weight is None:
-        raise ValueError(f"{where}.gain_center needs a weight")
-    if post.weight is not None and post.use_kahan:
-        raise ValueError(f"{where}: weight and use_kahan exclude each other")

@@ -242,7 +242,19 @@ def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
 
 
 def plan_forward(
-    rank_rows_W, *, rank, slot, depth, save, geometry, call_1, slot_used_NW, slot_layers_N, place, fault_F
+    rank_rows_W,
+    *,
+    rank,
+    slot,
+    depth,
+    save,
+    geometry,
+    call_1,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    place,
+    fault_F,
 ):
     """Decide what a forward keeps in its activation slot and where its rows lie; the same decision on every rank.
 
@@ -272,12 +284,24 @@ def plan_forward(
         slot_layers_N[slot] += 1
         place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = int(kept), int(kept)
         place[shapes.PLACE_SLOT], place[shapes.PLACE_LAYER] = slot, layer
-        place[shapes.PLACE_CALL] = call_1[0]
+        place[shapes.PLACE_EPOCH] = int(call_1[0]) >> shapes.EPOCH_SHIFT
+        slot_calls_NM[slot, layer] = call_1[0]
     _place_scratch(place, g, rows, kept)
 
 
 def plan_backward(
-    saved_place, rank_rows_W, *, rank, geometry, call_1, header, slot_used_NW, slot_layers_N, place, fault_F
+    saved_place,
+    rank_rows_W,
+    *,
+    rank,
+    geometry,
+    call_1,
+    header,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    place,
+    fault_F,
 ):
     """Give a layer's room in its slot back, say where backward finds and makes its rows, and put into the header which
     forward it belongs to."""
@@ -285,12 +309,13 @@ def plan_backward(
     if int(fault_F[0]):
         return
     g, rows = geometry, int(rank_rows_W[rank])
-    kept, slot, layer, call = saved_place[: shapes.PLACE_CALL + 1].tolist()
+    kept, slot, layer, epoch = saved_place[: shapes.PLACE_EPOCH + 1].tolist()
     newest = int(slot_layers_N[slot]) - 1
-    if layer != newest or call >> shapes.EPOCH_SHIFT != int(call_1[0]) >> shapes.EPOCH_SHIFT:
+    if layer != newest or epoch != int(call_1[0]) >> shapes.EPOCH_SHIFT:
         _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, newest)
         return
-    header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1] = saved_place[: shapes.PLACE_CALL + 1]
+    told = torch.tensor([kept, slot, layer, int(slot_calls_NM[slot, layer])])
+    header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1] = told
     slot_layers_N[slot] -= 1
     slot_used_NW[slot] -= _full_bytes(rank_rows_W, g) if kept else g.x_bytes
     place[: shapes.PLACE_H1 + 1] = saved_place[: shapes.PLACE_H1 + 1]

@@ -22,7 +22,7 @@ STAGE_NAMES = ("published", "combined", "reset")
 EPOCH_SHIFT = 32
 
 # Words of the header (int64 [16], 128 bytes). Each publish writes the first six, each backward the other four before
-# it: what its forward left behind, in the order of a place record.
+# it: what its forward left behind.
 HEADER_VERSION, HEADER_CONFIG_HASH, HEADER_CALL, HEADER_KIND, HEADER_T, HEADER_ABORT = 0, 1, 2, 3, 4, 5
 HEADER_KEPT, HEADER_SLOT, HEADER_LAYER, HEADER_FORWARD = 6, 7, 8, 9
 HEADER_WORDS = 16
@@ -99,7 +99,7 @@ class Geometry:
 
 # Words of a place record (int64 [PLACE_WORDS]): where the stages of one call find their rows in the activation buffer.
 PLACE_KEPT = 0  # 1: x_RD and h1 stay in the slot; 0: x alone, or nothing
-PLACE_SLOT, PLACE_LAYER, PLACE_CALL = 1, 2, 3  # CALL: the number of the forward's call
+PLACE_SLOT, PLACE_LAYER, PLACE_EPOCH = 1, 2, 3
 PLACE_X = 4  # saved x, in bf16 elements
 PLACE_XR = 5  # x_RD, in rows of D
 PLACE_H1 = 6  # h1, in rows of 2F

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from . import moe
+from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context, create_context
+from .ops import expert_major
 from .symm import World
 
 
@@ -44,13 +46,15 @@ class _VirtualExperts(torch.autograd.Function):
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
         slot, depth = context.saved.selected
         with context.call():
+            calls = []
+            for x_TD, ids_TK, scores_TK, *weights in ranks_in:
+                out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+                inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *expert_major(context, *weights))
+                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth))
             if save:
                 context.saved.push(slot, depth)
-            calls = [
-                moe.ForwardCall(*(t.detach() for t in tensors), torch.empty_like(tensors[0]), save, slot, depth)
-                for tensors in ranks_in
-            ]
             moe.forward(context.path, context.ranks, calls)
+        autograd_ctx.save_for_backward(*(t for tensors in ranks_in for t in tensors[1:]))
         autograd_ctx.context, autograd_ctx.calls, autograd_ctx.slot = context, calls, slot
         autograd_ctx.saved_forward = context.saved.newest
         return tuple(call.out_TD for call in calls)
@@ -58,6 +62,7 @@ class _VirtualExperts(torch.autograd.Function):
     @staticmethod
     def backward(autograd_ctx, *grad_outs: Tensor):
         context: Context = autograd_ctx.context
+        saved = autograd_ctx.saved_tensors  # complains when one was changed in place
         context.require_newest(autograd_ctx.saved_forward)
         dtype = context.config.wgrad_dtype or torch.bfloat16
         calls = [
@@ -79,18 +84,25 @@ class _VirtualExperts(torch.autograd.Function):
         with context.call():
             context.saved.pop(autograd_ctx.slot)
             moe.backward(context.path, context.ranks, calls)
-        grads = [(c.grad_x_TD, None, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF) for c in calls]
-        return None, None, *(grad for rank_grads in grads for grad in rank_grads)
+        grads = []
+        for c, w13, w2 in zip(calls, saved[2::4], saved[3::4], strict=True):
+            weights = (c.grad_w13_L2FD.view(w13.shape), c.grad_w2_LDF.view(w2.shape))
+            grads += [c.grad_x_TD, None, c.grad_scores_TK, *weights]
+        return None, None, *grads
 
 
 def routed_experts(inputs: Sequence[RankInputs], context: Context) -> list[Tensor]:
-    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r], weights as [L, 2F, D] and
-    [L, D, F]. Differentiable as the call of one rank is; returns the outputs by rank."""
+    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r]. The same checks, layouts and
+    errors, differentiable in the same way; returns the outputs by rank."""
+    context.require_open()
     if len(inputs) != len(context.ranks):
         raise ValueError(f"routed_experts: {len(context.ranks)} virtual ranks need as many inputs, got {len(inputs)}")
-    flat = [t for rank in inputs for t in (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)]
-    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat)
-    return list(_VirtualExperts.apply(context, save, *flat))
+    flat = []
+    for rank in inputs:
+        tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
+        check_call(*tensors, context)
+        flat += tensors
+    return list(_VirtualExperts.apply(context, wants_backward(context, *flat), *flat))
 
 
 def run_virtual(
@@ -105,13 +117,17 @@ def run_virtual(
     """Forward, and backward where grad_out_TD is given, of all ranks in this process.
 
     Args:    context: run on this one (made for a virtual World) instead of a fresh one.
-    Raises:  as create_context and routed_experts; the fault of the calls, if any, before it returns.
+    Raises:  as create_context and routed_experts; ValueError when only some ranks have a grad_out_TD; the fault of the
+             calls, if any, before it returns.
     """
     if context is None:
         world = World.virtual(num_ranks, device)
         with create_context(group=world, config=config, backend=backend) as context:
             return run_virtual(num_ranks, config, inputs, context=context)
-    backward = all(rank.grad_out_TD is not None for rank in inputs)
+    with_grad = [rank.grad_out_TD is not None for rank in inputs]
+    if any(with_grad) and not all(with_grad):
+        raise ValueError(f"run_virtual: grad_out_TD is given for some ranks only, {with_grad}; the backward needs all")
+    backward = any(with_grad)
     names = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
     leaves = [{name: getattr(rank, name).detach().requires_grad_(backward) for name in names} for rank in inputs]
     for leaf in leaves:

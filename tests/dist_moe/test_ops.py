@@ -1,5 +1,8 @@
 """routed_experts: what it takes, what it refuses and in which order, and the custom ops beneath it."""
 
+import copy
+import functools
+import pickle
 import re
 
 import pytest
@@ -414,3 +417,53 @@ def test_saved_state_is_x_and_h1_and_small_tables():
         assert saved <= 16 * rows + 8 * L * W + scalars
         used = context.ranks[0].slot_used_NW[0, 0].item()
         assert used <= (rows + 1) * (2 * D + 4 * F) + 127 and used <= plan.activation_slot_bytes
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_training_function_gives_the_eager_bits(backend, fast):
+    def layer(x, scores, w13, w2):
+        return routed_experts(x, given["topk_expert_ids_TK"], scores, w13, w2, fast) * 2
+
+    given = inputs()
+    results = []
+    for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+        leaves = [given[n].detach().requires_grad_() for n in ("x_TD", "topk_scores_TK", "w13_weight", "w2_weight")]
+        out = function(*leaves)
+        out.float().square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_hooks_of_any_callable_are_taken(fast):
+    """save_on_cpu and the like: the pack function need not be a plain one."""
+    x = inputs()["x_TD"].requires_grad_()
+    pack = functools.partial(lambda _, tensor: tensor.clone(), None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = call(fast, x_TD=x)
+    out.float().sum().backward()
+    assert x.grad.any()
+
+
+def test_a_weight_at_an_odd_address_is_refused_by_name(context):
+    flat = torch.zeros(inputs()["w13_weight"].numel() + 1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="w13_weight must start at a multiple of 16 bytes"):
+        call(context, w13_weight=flat[1:].view(E, 2 * F, D))
+    assert call(context).any()
+
+
+def test_a_module_with_a_context_can_be_copied_but_not_pickled(fast):
+    module = torch.nn.Linear(2, 2)
+    module.context = fast
+    assert copy.deepcopy(module).context is fast
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(fast)
+
+
+def test_a_context_made_under_inference_mode_trains_outside_of_it():
+    with torch.inference_mode():
+        context = create_context(group=None, config=config(), device="cpu", backend="reference")
+    with context:
+        x = inputs()["x_TD"].requires_grad_()
+        call(context, x_TD=x).float().sum().backward()
+        context.reset()
+        assert x.grad.any()

@@ -18,6 +18,7 @@ from dist_moe.kernels_triton import plan_slots as kernels
 from dist_moe.shapes import Geometry
 
 UNTOUCHED = -77
+DEEPEST = 16  # layers of a slot, at most
 CALL = (3 << shapes.EPOCH_SHIFT) + 5  # the fifth call of epoch 3
 
 
@@ -35,6 +36,7 @@ class Planner:
         self.ops, self.device, self.g, self.rank = ops, device, g, rank
         self.slot_used_NW = torch.zeros(num_slots, W, dtype=torch.int64, device=device)
         self.slot_layers_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.slot_calls_NM = torch.zeros(num_slots, DEEPEST, dtype=torch.int64, device=device)
         self.fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
         self.call_1 = torch.tensor([CALL], dtype=torch.int64, device=device)
         self.header = SimpleNamespace(own=torch.full((shapes.HEADER_WORDS,), UNTOUCHED, device=device))
@@ -48,6 +50,7 @@ class Planner:
             call_1=self.call_1,
             slot_used_NW=self.slot_used_NW,
             slot_layers_N=self.slot_layers_N,
+            slot_calls_NM=self.slot_calls_NM,
             place=place,
             fault_F=self.fault_F,
             **kwargs,
@@ -83,6 +86,7 @@ class Both:
     def _same(self, got, want) -> torch.Tensor:
         assert got.tolist() == want.tolist() and self.kernel.state == self.oracle.state
         assert torch.equal(self.kernel.header.own, self.oracle.header.own)
+        assert torch.equal(self.kernel.slot_calls_NM, self.oracle.slot_calls_NM)
         return got
 
     @property
@@ -171,7 +175,7 @@ def test_example_of_forward_and_backward(device):
     g = geometry(32, 32, slot_bytes=3072)
     planner = Both(device, g, W=2)
     first = planner.forward([4, 3], depth=2)
-    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "CALL")] == [1, 1, 0, 2, 0, CALL]
+    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "EPOCH")] == [1, 1, 0, 2, 0, 3]
     assert planner.state[:2] == ([[1024, 768]], [1])
     assert word(Both(device, g, W=2).forward([2, 11], depth=2), "KEPT") == 1
 

@@ -1,0 +1,127 @@
+"""What routed_experts refuses, before anything is launched."""
+
+import torch
+from torch import Tensor
+
+from .context import Context
+from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
+from .weights import PreparedWeight
+
+
+def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: ExecutionOptions | None = None) -> None:
+    """Everything the host can know of a call, in the documented order. Raises TypeError, ValueError or RuntimeError."""
+    config = context.config
+    where = "routed_experts"
+    if options is not None and not isinstance(options, ExecutionOptions):
+        raise TypeError(f"{where}: options must be an ExecutionOptions or None, got {type(options).__name__}")
+    options = options or ExecutionOptions()
+    for name, value in (("x_TD", x_TD), ("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
+    stats = options.swiglu_clip_stats_out_3
+    if stats is not None and stats.device != x_TD.device:
+        raise ValueError(f"{where}: swiglu_clip_stats_out_3 is on {stats.device}, x_TD on {x_TD.device}")
+
+    T_max, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
+    if x_TD.dim() != 2 or x_TD.shape[1] != D:
+        raise ValueError(f"{where}: x_TD must be [T, {D}], got {list(x_TD.shape)}")
+    T = x_TD.shape[0]
+    if T > T_max:
+        raise ValueError(
+            f"{where}: x_TD has {T} tokens, more than Config.num_local_input_tokens = {T_max}; the count must equal or "
+            "be less than it"
+        )
+    for name, value in (("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
+        if value.shape != (T, K):
+            raise ValueError(f"{where}: {name} must be [{T}, {K}] as x_TD has {T} tokens, got {list(value.shape)}")
+
+    prepared = [isinstance(weight, PreparedWeight) for weight in (w13, w2)]
+    if any(prepared) and not all(prepared):
+        raise TypeError(f"{where}: both weights must be prepared or both tensors, got one of each")
+    if all(prepared):
+        raise ValueError(f"{where}: prepared weights require block-scaled execution; pass the bf16 tensors")
+    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
+    _check_weight_layouts(w13, w2, context)
+
+    _check_dtype("x_TD", x_TD, torch.bfloat16)
+    _check_dtype("w13_weight", w13, torch.bfloat16)
+    _check_dtype("w2_weight", w2, torch.bfloat16)
+    _check_dtype("topk_expert_ids_TK", ids_TK, torch.int32, torch.int64)
+    _check_dtype("topk_scores_TK", scores_TK, torch.bfloat16, torch.float32)
+    named = {
+        "x_TD": x_TD,
+        "topk_expert_ids_TK": ids_TK,
+        "topk_scores_TK": scores_TK,
+        "w13_weight": w13,
+        "w2_weight": w2,
+    }
+    for name, value in named.items():
+        if value.device != context.device:
+            raise ValueError(f"{where}: {name} is on {value.device}, the context on {context.device}")
+    if T and x_TD.stride(1) != 1:
+        raise ValueError(
+            f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()"
+        )
+    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
+        if not value.is_contiguous():
+            raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
+
+    if options.requires_eager and torch.compiler.is_compiling():
+        raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
+    _check_rmsnorm(options.experts_output_postprocess, x_TD)
+    missing = unsupported_features(options)
+    if missing:
+        raise NotImplementedError(f"{where}: not in this release: {', '.join(missing)}")
+
+
+def _check_dtype(name: str, value: Tensor, *wanted: torch.dtype) -> None:
+    if value.dtype not in wanted:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
+        raise TypeError(
+            f"routed_experts: {name} must be {names}, got {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        )
+
+
+def _check_weight_layouts(w13: Tensor, w2: Tensor, context: Context) -> None:
+    L, D, F = context.experts_per_rank, context.config.hidden_dim, context.config.intermediate_dim
+    where = "routed_experts"
+    if w13.dim() == 4 and w2.dim() == 3 and w13.shape[1] != 2:
+        raise ValueError(f"{where}: w13_weight with four dimensions must be [E, 2, F, D], got {list(w13.shape)}")
+    if (w13.dim(), w2.dim()) not in ((3, 3), (4, 3), (2, 2)):
+        raise ValueError(
+            f"{where}: incompatible expert-weight layouts: w13_weight {list(w13.shape)}, w2_weight {list(w2.shape)}; "
+            "use [L, 2F, D] and [L, D, F], [L, 2, F, D] and [L, D, F], or [L*2F, D] and [L*D, F]"
+        )
+    wanted_w13 = {3: (L, 2 * F, D), 4: (L, 2, F, D), 2: (L * 2 * F, D)}[w13.dim()]
+    wanted_w2 = {3: (L, D, F), 2: (L * D, F)}[w2.dim()]
+    for name, value, wanted in (("w13_weight", w13, wanted_w13), ("w2_weight", w2, wanted_w2)):
+        if tuple(value.shape) != wanted:
+            raise ValueError(f"{where}: {name} must be {list(wanted)} (L = {L} local experts), got {list(value.shape)}")
+
+
+def _check_rmsnorm(post, x_TD: Tensor) -> None:
+    """The values of an RMSNormPostprocess that no later release will take either."""
+    if not isinstance(post, RMSNormPostprocess):
+        return
+    where = "routed_experts: RMSNormPostprocess"
+    if not post.eps > 0 or post.eps == float("inf"):
+        raise ValueError(f"{where}.eps must be finite and positive, got {post.eps}")
+    if post.output_dtype != x_TD.dtype:
+        raise ValueError(f"{where}.output_dtype must be that of x_TD, {x_TD.dtype}, got {post.output_dtype}")
+    if post.gain_center != 0 and post.weight is None:
+        raise ValueError(f"{where}.gain_center needs a weight")
+    if post.weight is not None and post.use_kahan:
+        raise ValueError(f"{where}: weight and use_kahan exclude each other")
+
+
+def wants_backward(context: Context, *differentiable: Tensor) -> bool:
+    """Whether this call saves state. Raises RuntimeError on an inference context, which has no room for it."""
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
+    if save and context.config.inference:
+        raise RuntimeError(
+            "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
+            "context with inference=False"
+        )
+    return save
