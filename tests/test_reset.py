@@ -178,3 +178,47 @@ def test_one_rank_overflows_and_recovers():
             context.check()
         context.reset()
         assert_results_close([run_rank(case.inputs()[0], context)], dense(case, case.inputs()))
+
+
+def _before_meeting(rank, group, case):
+    """Rank 1 refuses a call that the others have not come to; then the job tells all of them to reset."""
+    with join(group, case.config(), 20.0) as context:
+        run_rank(case.inputs()[rank], context)
+        error = error_of(Step(rank, context, case).forward, x_TD=torch.zeros(1)) if rank == 1 else None
+        torch.distributed.barrier(group)
+        start = time.monotonic()
+        context.reset(collective=True)
+        return error, time.monotonic() - start, run_rank(case.inputs()[rank], context)
+
+
+def test_a_refusal_that_the_others_have_not_met_is_reset_by_all():
+    errors, seconds, after = zip(*on_ranks(3, _before_meeting, CASE[3]), strict=True)
+    assert [type(error) for error in errors] == [type(None), ValueError, type(None)] and max(seconds) < 10.0
+    assert_results_close(list(after), dense(CASE[3], CASE[3].inputs()))
+
+
+def _odd_hooks(rank, group, case):
+    """What fails in autograd around the op, after the forward ran, reaches the peers too."""
+
+    def breaks(tensor):
+        raise MemoryError("no room to offload")
+
+    with join(group, case.config(), 20.0) as context:
+        step = Step(rank, context, case)
+        start = time.monotonic()
+        if rank == 1:
+            with torch.autograd.graph.saved_tensors_hooks(breaks, lambda tensor: tensor):
+                error = error_of(step.forward)
+        else:
+            out = step.forward()
+            error = error_of(step.backward, out) or error_of(context.check)
+        seconds = time.monotonic() - start
+        context.reset()
+        return error, seconds, run_rank(case.inputs()[rank], context)
+
+
+def test_a_failure_in_autograd_after_the_forward_is_told():
+    (of_0, of_1), seconds, after = zip(*on_ranks(2, _odd_hooks, CASE[2]), strict=True)
+    assert type(of_1) is MemoryError and type(of_0) is dist_moe.PeerAbortedError and "no room" in str(of_0)
+    assert max(seconds) < 10.0
+    assert_results_close(list(after), dense(CASE[2], CASE[2].inputs()))

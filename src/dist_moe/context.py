@@ -187,31 +187,25 @@ class Context:
             finally:
                 self._leave_stream()
 
-    def reset(self) -> None:
+    def reset(self, *, collective: bool = False) -> None:
         """Forget every saved forward and, after a fault, make the Context work again.
 
-        After a fault on any rank it is collective: all ranks call it, once the refusal of one has reached the others
-        (what told the job to reset comes after it). It raises PeerTimeoutError when one does not come in
-        time; a rank that was merely slow is met by calling it once more. Without a fault it is local, waits for
-        nothing, and may be captured in a CUDA graph. Backwards of earlier forwards raise SlotError.
+        Once this rank knows of a fault (check() or a call raised it) reset is collective: all ranks call it, and it
+        raises PeerTimeoutError when one does not come in time; a rank that was merely slow is met by calling it once
+        more. Otherwise it is local, waits for nothing, and may be captured in a CUDA graph. A job that tells all its
+        ranks to reset, whether or not each has met the fault, passes `collective=True`. Backwards of earlier forwards
+        raise SlotError.
         """
         self.require_open()
         with self._lock, self._device_guard():
             if not self._is_capturing():
                 self._synchronize()
-                if self._refusal is not None or any(int(r.fault_F[0]) or self._peer_gave_up(r) for r in self.ranks):
+                if collective or self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
                     self._realign()
             for r in self.ranks:
                 r.slot_used_NW.zero_()
                 r.slot_layers_N.zero_()
             self.saved.clear()
-
-    def _peer_gave_up(self, r: moe.LocalRank) -> bool:
-        """Whether a peer has said so in this epoch, in a call that this rank has not come to yet."""
-        return any(
-            flag & 1 and flag >> (1 + shapes.EPOCH_SHIFT) == self._epoch
-            for flag in r.signals.own[: shapes.RESET].flatten().tolist()
-        )
 
     def _realign(self) -> None:
         """Meet all ranks, then start a new epoch: flags and calls of the one before are too old to count.
