@@ -1,6 +1,7 @@
-# quickstart: set up, then run the layer once on this machine.   test, lint: what CI runs.
+# quickstart: set up, then train a small model over two ranks.   test, lint: what CI runs.
 #
-# The python3 of the shell is used as it is when it has torch >= 2.11 (a GPU machine, perhaps without a network);
+# The python3 of the shell is used when it has torch >= 2.11 (a GPU machine); what it lacks beside torch is installed,
+# and nothing is downloaded when it lacks nothing;
 # otherwise .venv is made: with CPU wheels if there is no NVIDIA driver, with the default ones if there is.
 
 PYTHON ?= python3
@@ -39,7 +40,11 @@ lint: $(SETUP)
 use-active:
 	@$(PY) -c 'import dist_moe.kernels_triton as k, os, sys; \
 	  sys.exit(not os.path.samefile(os.path.dirname(k.__file__), "kernels_triton"))' 2>/dev/null || \
-	  $(PY) -m pip install --no-deps --no-build-isolation -e .
+	  $(PY) -m pip install --no-deps --no-build-isolation -e . || $(PY) -m pip install --no-deps -e .
+	@missing=$$($(PY) -c 'from importlib.util import find_spec; \
+	  names = ("typer", "rich", "matplotlib", "numpy", "pytest", "pytest-timeout", "hypothesis"); \
+	  print(*(name for name in names if find_spec(name.replace("-", "_")) is None))'); \
+	  test -z "$$missing" || $(PY) -m pip install $$missing
 
 .venv/ready: pyproject.toml setup.py constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

@@ -1,4 +1,4 @@
-"""Device helpers of the kernels: flags at system scope, clock, proxy fence. The only file with inline PTX.
+"""Device helpers of the kernels: flags at system scope, clock. The only file with inline PTX.
 
 Every piece of inline PTX has its interpreted twin registered here. Flags are int64 words in symmetric memory: a writer
 makes its data visible with store_release, a reader that has polled the value may read that data. A volatile load has no
@@ -15,7 +15,6 @@ import triton.language as tl
 NUM_PROGRAMS_INTERPRETED = 2
 
 _CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
-_PROXY_FENCE = tl.constexpr("fence.proxy.async; mov.u32 $0, 0;")
 
 
 @triton.jit
@@ -38,12 +37,6 @@ def clock_ns():
     Every warp reads its own: a loop that ends by the clock needs num_warps=1, else the warps may part in it.
     """
     return tl.inline_asm_elementwise(_CLOCK_NS, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def proxy_fence():
-    """Orders generic accesses before later TMA ones: between acquiring a flag and a TMA load of what it guards."""
-    tl.inline_asm_elementwise(_PROXY_FENCE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 def is_interpreting() -> bool:
@@ -70,4 +63,3 @@ if is_interpreting():
     from dist_moe._interpreter import register_asm
 
     register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
-    register_asm(_PROXY_FENCE.value, lambda: np.zeros(1))

@@ -184,7 +184,7 @@ def _repair_dot() -> None:
     def create_dot(self, a, b, *rest):
         if _is_raw(a) or _is_raw(b):
             a, b = (TensorHandle(_values(h).astype(np.float32), tl.float32) for h in (a, b))
-        with np.errstate(invalid="ignore"):  # a tile may hold a neighbour's NaN, in rows that are not stored
+        with np.errstate(invalid="ignore", over="ignore"):  # of a neighbour's rows, which are not stored
             return stock(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = create_dot

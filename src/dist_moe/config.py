@@ -182,7 +182,8 @@ class Config:
              vmm: scratch beyond the device.  num_sms: programs of a persistent kernel.
              bf16_grouped_gemm_preset: a hint for speed.  block_scaled: None is bf16.
              activation: "swiglu" or "swiglu_clamped" with swiglu_alpha and swiglu_limit.
-             wgrad_dtype: of the weight gradients; None follows the weight.
+             wgrad_dtype: of the weight gradients; None follows the weight. For fp32 gradients of a bf16 parameter
+             set its grad_dtype too, torch rounds them to the parameter's dtype otherwise.
              inference: no backward, so nothing is saved.
     Raises:  TypeError, ValueError; the first rule broken, in the order of __post_init__.
     """

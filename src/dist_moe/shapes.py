@@ -50,7 +50,6 @@ NO_EXPERT, INVALID_EXPERT = -1, -2
 # Fault record: int64 [8]; word 0 = code | rank << FAULT_RANK_SHIFT, the other words depend on the code.
 FAULT_WORDS = 8
 FAULT_RANK_SHIFT = 8
-FAULT_NONE = 0
 FAULT_MISMATCH = 1  # rank differs from rank 0: header word, expected, found
 FAULT_INVALID_ID = 2  # rank published it: token, k
 FAULT_OVERFLOW = 3  # rank receives most: rows needed, rows available

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dist_moe.kernels_triton._device import clock_ns, poll, proxy_fence, store_release
+from dist_moe.kernels_triton._device import clock_ns, poll, store_release
 
 
 @triton.jit
@@ -13,11 +13,10 @@ def _poll(flag_ptr, out_ptr):
 
 @triton.jit
 def _wait_then_copy(flag_ptr, x_ptr, out_ptr, target, N: tl.constexpr):
-    """The reader's side of a flag: poll, fence, read."""
+    """The reader's side of a flag: poll, read."""
     flag = poll(flag_ptr)
     while flag < target:
         flag = poll(flag_ptr)
-    proxy_fence()
     i = tl.arange(0, N)
     tl.store(out_ptr + i, tl.load(x_ptr + i))
 

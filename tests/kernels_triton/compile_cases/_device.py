@@ -13,7 +13,7 @@ CASES = (
         f"{PROBES}:_wait_then_copy",
         {"flag_ptr": "*i64", "x_ptr": "*i32", "out_ptr": "*i32", "target": "i64"},
         {"N": 1024},
-        expect=(ACQUIRE, "fence.proxy.async", "st.global.v4.b32"),
+        expect=(ACQUIRE, "st.global.v4.b32"),
     ),
     Case(
         f"{PROBES}:_copy_then_release",
