@@ -1,3 +1,4 @@
+import itertools
 import json
 from dataclasses import asdict, fields, replace
 
@@ -368,3 +369,12 @@ def test_to_dict_holds_every_field_as_json_takes_it():
     values = plan.to_dict()
     assert json.loads(json.dumps(values)) == values
     assert values == asdict(plan) | {"symmetric_bytes": dict(plan.symmetric_bytes)}
+
+
+def test_the_capacity_of_the_largest_factor_is_the_worst_that_routing_can_do():
+    """Brute force: at a factor of W the scratch holds every routing of T tokens a rank, and not one row more."""
+    for W, L, T in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 5)):
+        for K in range(1, min(W * L, 4) + 1):
+            worst_token = max(sum(e < L for e in experts) for experts in itertools.combinations(range(W * L), K))
+            config = Config(T, 32, 32, K, W * L, 1, device_scratch_capacity_factor=float(W))
+            assert plan_memory(config, W).device_scratch_capacity_rows == W * T * worst_token
