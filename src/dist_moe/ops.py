@@ -5,6 +5,7 @@ reach the op as a clone, and peers would write elsewhere. What forward hands to 
 """
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from . import moe, shapes
@@ -15,6 +16,8 @@ from .route_plan import RoutePlan
 from .weights import PreparedWeight
 
 NO_SLOT = -1
+# How a checkpoint ends its recomputation once it has what it needs: out of a hook, and no failure.
+_EARLY_STOP = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
 
 
@@ -215,6 +218,8 @@ def routed_experts(
         if save and _runs_again_before_backward():
             slot = NO_SLOT
         out_TD, _ = bf16_forward(*inputs, save, slot, depth, context.name)
+    except _EARLY_STOP:
+        raise
     except BaseException as error:
         context.refuse(error)
         raise
