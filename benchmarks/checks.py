@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from dist_moe import reference, testing
+from dist_moe import testing
+from dist_moe.dense import dense_moe
 from dist_moe.testing import Tolerance
 from dist_moe.virtual import RankResults
 
@@ -72,7 +73,7 @@ class PathOracle:
         out = torch.zeros_like(x, requires_grad=False)
         for e, w13, w2 in self._experts():
             with torch.set_grad_enabled(backward):
-                part = reference.dense_moe(x, torch.where(ids == e, 0, -1), scores, w13[None], w2[None])
+                part = dense_moe(x, torch.where(ids == e, 0, -1), scores, w13[None], w2[None])
             if backward and part.requires_grad:
                 part.backward(grad_out.float())
             out += part.detach()
@@ -105,7 +106,7 @@ class PathOracle:
                 here = (ids == rank * self._L + e).any(dim=1)
                 local = torch.where(ids[here] == rank * self._L + e, 0, -1)
                 w13, w2 = (w[e : e + 1].detach().float().requires_grad_() for w in (r.w13_L2FD, r.w2_LDF))
-                reference.dense_moe(x[here].float(), local, scores[here], w13, w2).backward(grad_out[here].float())
+                dense_moe(x[here].float(), local, scores[here], w13, w2).backward(grad_out[here].float())
                 grads.append((i, e, w13.grad[0], w2.grad[0]))
         return grads
 

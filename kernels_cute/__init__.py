@@ -1,1 +1,1 @@
-"""CuTe DSL kernels for block-scaled operands on sm_100, one op a file. Import as dist_moe.kernels_cute."""
+"""The place of the CuTe DSL kernels for block-scaled operands on sm_100; this release has none yet."""

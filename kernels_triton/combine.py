@@ -248,7 +248,7 @@ def combine(
         )  # fmt: skip
 
 
-def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1):
+def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, num_sms=None):
     """Add what the expert ranks pushed for each own token; tokens without experts become exactly 0.
 
     Args:    out_TD: bf16 [T, D], unit inner stride, written.  ids: the own resolved ids decide which slots are read.
@@ -262,7 +262,7 @@ def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1):
     assert D % 32 == 0 and out_TD.stride(1) == 1
     W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
     tile = pick_row_tile(D)
-    _reduce[row_grid(out_TD.device, tile)](
+    _reduce[row_grid(out_TD.device, tile, num_sms)](
         out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own, stop_1, T, out_TD.stride(0),
         W=W if dedup else 0, L=num_experts // W, K=K, K2=triton.next_power_of_2(K), J=J, D=D,
         TOKENS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,

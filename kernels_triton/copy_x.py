@@ -32,7 +32,7 @@ def _copy(
         tl.store(dst_ptrs + i, tl.load(src_ptrs + i, mask=i < num_elements), mask=i < num_elements)
 
 
-def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1):
+def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1, num_sms=None):
     """Copy num_rows * width elements between two contiguous bf16 tensors, from and to device offsets in elements.
 
     Args:    width: a multiple of 32.  src_offset_1, dst_offset_1: int64 [1], multiples of 64; the two places are apart.
@@ -41,7 +41,7 @@ def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1):
     assert width % 32 == 0 and src.is_contiguous() and dst.is_contiguous()
     if num_rows == 0:
         return
-    grid = row_grid(dst.device, _TILE)
+    grid = row_grid(dst.device, _TILE, num_sms)
     _copy[grid](
         src, src_offset_1, dst, dst_offset_1, stop_1, num_rows * width, BLOCK=_TILE.block_d, num_warps=_TILE.num_warps
     )

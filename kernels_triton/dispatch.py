@@ -128,7 +128,7 @@ def _dispatch_pairs(
                 tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=here[:, None] & mask_d)
 
 
-def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, num_sms=None):
     """Pull the rows routed to this rank into expert-major order, with their scores.
 
     Args:    plan: from route().  half: 0 pulls x, 1 pulls dy.  rows_XD: bf16 [X, D] over the activation buffer, of
@@ -139,7 +139,7 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
     (T_max, K), D = scores.own.shape, rows_XD.shape[1]
     assert D % 32 == 0 and rows_XD.is_contiguous()
     tile = pick_row_tile(D)
-    grid = row_grid(rows_XD.device, tile)
+    grid = row_grid(rows_XD.device, tile, num_sms)
     num_rows_1 = plan.row_start_P[-1:]
     into = (rows_XD, start_1, row_scores_R, stop_1, T_max)
     if dedup:

@@ -44,8 +44,8 @@ class Config:
 
 
 # One row for each output tile. Bytes in flight (stages * (block_m + block_n) * block_k * 2) stay near 144 KiB, so that
-# the staged output tile fits beside them in 227 KiB. 128x256x64 with 8 warps and 3 stages: 550 to 690 TFLOP/s on ragged
-# rows where torch._grouped_mm reaches 500 to 680 (H200, 2026-11-29, triton 3.6.0); 4 stages gave nothing.
+# the staged output tile fits beside them in 227 KiB. 128x256x64 with 8 warps and 3 stages was the best of a prototype's
+# tiles and mostly above torch._grouped_mm on ragged rows (H200, 2026-11-29); bench_op.py times these kernels.
 CONFIGS = {
     (128, 256): Config(128, 256, 64, num_warps=8, num_stages=3),
     (128, 128): Config(128, 128, 64, num_warps=4, num_stages=4),
@@ -56,7 +56,7 @@ CONFIGS = {
 
 
 def _block_n(width: int) -> int:
-    """128x128 tiles are 5 to 10% slower than 128x256 (H200, 2026-11-29): taken where 256 pads by more than that."""
+    """128x128 tiles were 5 to 10% slower than 128x256 in the prototype: taken where 256 pads by more than that."""
     if width <= 64:
         return 64
     return 128 if cdiv(width, 256) * 256 > 1.1 * cdiv(width, 128) * 128 else 256

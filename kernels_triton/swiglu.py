@@ -28,8 +28,8 @@ class Config:
 
 
 # One for all shapes: both directions only move memory. A row of a block is 256 columns, 16 bytes a lane of one warp, so
-# that its sum stays inside the warp. Forward has 32 KiB of reads in flight on an SM and backward 24 KiB; 4.3 TB/s of
-# reads and writes (H200, 2026-11-29) are 16 KiB of reads on an SM in a microsecond. With 32 rows backward would spill.
+# that its sum stays inside the warp. Forward has 32 KiB of reads in flight on an SM and backward 24 KiB; an H200's
+# 4.3 TB/s of copying would be 16 KiB of reads on an SM in a microsecond. With 32 rows backward would spill.
 CONFIGS = {
     "forward": Config(block_r=32, block_f=256, num_warps=16),
     "backward": Config(block_r=16, block_f=256, num_warps=16),

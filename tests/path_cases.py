@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dist_moe import reference, testing
+from dist_moe import testing
 from dist_moe.config import Config
+from dist_moe.dense import dense_moe
 from dist_moe.virtual import RankInputs, RankResults
 
 
@@ -107,7 +108,7 @@ def dense(case: Case, inputs: list[RankInputs]) -> list[RankResults]:
     w13, w2 = (leaves[name].float() for name in ("w13_L2FD", "w2_LDF"))
     w13.retain_grad()
     w2.retain_grad()
-    out = reference.dense_moe(leaves["x_TD"], ids, leaves["scores_TK"], w13, w2, case.config().activation_fn)
+    out = dense_moe(leaves["x_TD"], ids, leaves["scores_TK"], w13, w2, case.config().activation_fn)
     out.backward(torch.cat([rank.grad_out_TD for rank in inputs]))
     sizes = [len(rank.x_TD) for rank in inputs]
     dtype = case.wgrad or torch.bfloat16

@@ -356,3 +356,9 @@ def test_emulated_peers_by_name(fake_group):
 def test_experts_that_do_not_divide():
     with pytest.raises(ValueError, match="num_experts must be divisible"):
         create_context(group=dist_moe.World.virtual(3), config=ONE.config(num_experts=4))
+
+
+def test_a_vmm_config_without_effect_is_said(caplog):
+    config = ONE.config(vmm=dist_moe.VmmConfig(total_scratch_capacity_factor=1.0))
+    with create_context(group=None, config=config, device="cpu", backend="reference"):
+        assert "VmmConfig has no effect" in caplog.text

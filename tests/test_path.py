@@ -1,5 +1,6 @@
 """The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
 
+import inspect
 import os
 from dataclasses import replace
 
@@ -8,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import create_context, testing
+from dist_moe import create_context, reference, testing
+from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
 
@@ -176,6 +178,34 @@ def test_inference_context_equals_training_context(K, E, backend):
     serve = case.config(inference=True, activation_slot_capacity_factor=None, num_activation_slots=0)
     results = [run(config, inputs, backend) for config in (case.config(), serve)]
     assert all(torch.equal(a.out_TD, b.out_TD) for a, b in zip(*results, strict=True))
+
+
+def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(backend):
+    """Saved and recomputed, so that every op of the path runs."""
+    for slot_factor in (1.0, None):
+        case = Case("one program", K=4, E=8, slot_factor=slot_factor)
+        wanted = run(case.config(), case.inputs(), backend)
+        with create_context(
+            group=World.virtual(2, device_of(backend)), config=case.config(num_sms=1), backend=backend
+        ) as context:
+            seen = {}
+            for op in OPS:
+                if "num_sms" in inspect.signature(getattr(reference, op)).parameters:
+                    setattr(context.path.ops, op, recording(seen, op, getattr(context.path.ops, op)))
+            limited = run(case.config(num_sms=1), case.inputs(), backend, context)
+        assert_results_equal(limited, wanted)
+        assert {"dispatch", "copy_x", "reduce", "combine", "grouped_gemm_wgrad"} <= seen.keys()
+        assert set(seen.values()) == {(1,)}
+
+
+def recording(seen: dict, op: str, function):
+    """The op, noting in `seen` every num_sms it is called with."""
+
+    def recorded(*args, num_sms=None, **options):
+        seen[op] = tuple(sorted({*seen.get(op, ()), num_sms}, key=str))
+        return function(*args, num_sms=num_sms, **options)
+
+    return recorded
 
 
 def test_a_context_serves_calls_of_other_sizes_and_routings(backend):

@@ -198,7 +198,10 @@ class Context:
         """
         self.require_open()
         with self._lock, self._device_guard():
-            if not self._is_capturing():
+            if self._is_capturing():
+                if collective:
+                    raise RuntimeError("reset(collective=True) waits for all ranks, which a capture cannot hold")
+            else:
                 self._synchronize()
                 if collective or self._refusal is not None or any(int(r.fault_F[0]) for r in self.ranks):
                     self._realign()
@@ -468,6 +471,8 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
             f"on {world.size} ranks"
         )
     plan = plan_memory(config, world.size, device=world.device)
+    if config.vmm is not None and not plan.uses_host_scratch:
+        logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
     name = f"dist_moe-{next(_numbers)}" if name is None else name
     if name in _live:
         raise ValueError(f"create_context: the name {name!r} is that of a live context; close it or choose another")

@@ -13,7 +13,7 @@ come earlier in its stream) before its peers' pushes. COMBINED orders the pushes
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -102,7 +102,7 @@ class ForwardCall:
     slot: int = 0
     depth: int = 1
     plan: RoutePlan | None = None
-    place: Tensor = field(default=None)
+    place: Tensor | None = None
 
 
 @dataclass
@@ -120,7 +120,7 @@ class BackwardCall:
     grad_scores_TK: Tensor
     grad_w13_L2FD: Tensor | None
     grad_w2_LDF: Tensor | None
-    place: Tensor = field(default=None)
+    place: Tensor | None = None
 
 
 def _at(place: Tensor, word: int) -> Tensor:
@@ -183,6 +183,7 @@ def _dispatch(path: Path, r: LocalRank, plan: RoutePlan, half: int, start_1: Ten
         start_1=start_1,
         row_scores_R=row_scores_R,
         stop_1=stop_1,
+        num_sms=path.num_sms,
     )
 
 
@@ -234,9 +235,9 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             fault_F=r.fault_F,
         )
         if c.save:
+            x_places = (r.tokens.own, r.zero_1, r.elements, _at(c.place, shapes.PLACE_X))
             skip = _at(c.place, shapes.PLACE_SKIP)
-            offset = _at(c.place, shapes.PLACE_X)
-            ops.copy_x(r.tokens.own, r.zero_1, r.elements, offset, c.x_TD.shape[0], D, stop_1=skip)
+            ops.copy_x(*x_places, c.x_TD.shape[0], D, stop_1=skip, num_sms=path.num_sms)
 
     scores = [_row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
@@ -281,6 +282,7 @@ def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool) -> None:
         num_experts=path.num_experts,
         rank=r.rank,
         stop_1=r.stop_1,
+        num_sms=path.num_sms,
     )
 
 
@@ -309,7 +311,8 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             fault_F=r.fault_F,
         )
         skip, T = _at(c.place, shapes.PLACE_SKIP), c.grad_out_TD.shape[0]
-        ops.copy_x(r.elements, _at(c.place, shapes.PLACE_X), r.tokens.own, r.zero_1, T, D, stop_1=skip)
+        x_places = (r.elements, _at(c.place, shapes.PLACE_X), r.tokens.own, r.zero_1)
+        ops.copy_x(*x_places, T, D, stop_1=skip, num_sms=path.num_sms)
         restored_TD = r.tokens.own[0, :T]
         kind = shapes.KIND_BACKWARD
         _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip, kind=kind)

@@ -3,7 +3,7 @@ the same arguments, and the backend that runs on a CPU by default.
 
 Roundings: a GEMM accumulates in FP32 and rounds once to BF16; SwiGLU, scores and sums are FP32 inside. An op with
 `stop_1` leaves without touching anything when that device word is not 0; one with `fault_F` leaves when a fault is set.
-The last function is the whole layer written densely, independent of the ops.
+The whole layer written densely, independent of the ops, is dense.py.
 """
 
 import time
@@ -119,7 +119,7 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
     target = int(sent_S[stage]) << 1
     deadline = time.perf_counter_ns() + timeout_ns
     while int(fault_F[0]) == 0:
-        now = time.perf_counter_ns()  # before the flags: one that came in time is never missed
+        now = time.perf_counter_ns()
         flags = signals.own[stage].tolist()
         missing = [peer for peer, flag in enumerate(flags) if flag < target]
         if (target | 1) in flags:
@@ -323,7 +323,7 @@ def plan_backward(
     _place_scratch(place, g, rows, bool(kept))
 
 
-def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1):
+def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1, num_sms=None):
     """Copy num_rows * width BF16 elements between two places given by device offsets (elements)."""
     if _stopped(stop_1):
         return
@@ -345,7 +345,7 @@ def _experts(row_start_P: Tensor):
     return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(starts)))
 
 
-def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1):
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, num_sms=None):
     """Pull the rows routed to this rank into expert-major order, with their scores; the same bits in both schemes.
 
     Half 0 is x: a row whose score is -0.0 comes as zeros. Half 1 is dy, which comes as it is.
@@ -509,7 +509,7 @@ def _scatter(rows: Tensor, target: Tensor, peers: list[Tensor], stride: int) -> 
         peer[target[here] % stride] = rows[here].to(peer.device)
 
 
-def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1):
+def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, num_sms=None):
     """Add what the expert ranks pushed for each own token, in slot order (de-duplicated: in rank order), in FP32.
 
     `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read.
@@ -548,41 +548,3 @@ def finish(fault_F, host_fault_F, outs):
         for out in outs:
             out.fill_(float("nan"))
         host_fault_F.copy_(fault_F)
-
-
-# ---- the whole layer, densely ----------------------------------------------------------------------------------------
-
-
-class _RoundToBf16(torch.autograd.Function):
-    """The value rounded to BF16, in FP32; the gradient passes as it is."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.to(torch.bfloat16).float()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad
-
-
-def dense_moe(x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF, activation: Activation | None = None) -> Tensor:
-    """The layer on one device over all experts, by autograd-able PyTorch, independent of the ops above.
-
-    h1, h2 and h3 are rounded to BF16 as in the path; scores and the sum over k are FP32. Gradients are FP32 throughout:
-    the exact ones at the rounded values. A negative id contributes nothing, a repeated one adds up.
-    """
-    activation = activation or Activation()
-    round_bf16 = _RoundToBf16.apply
-    out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-    for e in range(w13_E2FD.shape[0]):
-        t, k = (ids_TK == e).nonzero(as_tuple=True)
-        gate, up = round_bf16(x_TD[t].float() @ w13_E2FD[e].float().T).chunk(2, dim=1)
-        if activation.clamped:
-            gate = gate.clamp(max=activation.limit)
-            up = up.clamp(-activation.limit, activation.limit) + 1.0
-            h2 = gate * torch.sigmoid(activation.alpha * gate) * up
-        else:
-            h2 = gate * torch.sigmoid(gate) * up
-        h3 = round_bf16(round_bf16(h2) @ w2_EDF[e].float().T)
-        out = out.index_add(0, t, scores_TK[t, k].float()[:, None] * h3)
-    return out.to(x_TD.dtype)

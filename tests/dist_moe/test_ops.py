@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, reference, routed_experts
+from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, routed_experts
+from dist_moe.dense import dense_moe
 from dist_moe.testing import assert_close
 
 T, D, F, K, E = 8, 64, 96, 2, 4
@@ -78,7 +79,7 @@ def test_weight_layouts_and_gradients_in_them(layout, wgrad_dtype):
 
         dense13, dense2 = (p.detach().float().requires_grad_() for p in (given["w13_weight"], given["w2_weight"]))
         x2, s2 = x.detach().requires_grad_(), scores.detach().requires_grad_()
-        expected = reference.dense_moe(x2, given["topk_expert_ids_TK"], s2, dense13, dense2)
+        expected = dense_moe(x2, given["topk_expert_ids_TK"], s2, dense13, dense2)
         expected.backward(grad)
         assert_close(out, expected, "path")
         assert_close(x.grad, x2.grad, "path_grads")

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import reference, virtual
+from .. import virtual
 from ..config import Config
 from ..context import Context
+from ..dense import dense_moe
 from ..ops import routed_experts
 
 NUM_BYTES = 256  # the vocabulary
@@ -212,7 +213,7 @@ def build_model(config: ModelConfig, *, seed: int, rank: int = 0, num_ranks: int
 
 def on_one_rank(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """All experts here, by the oracle and autograd."""
-    return reference.dense_moe(x_TD, ids_TK, scores_TK, w13, w2)
+    return dense_moe(x_TD, ids_TK, scores_TK, w13, w2)
 
 
 def on_ranks(context: Context) -> RunExperts:
