@@ -36,10 +36,16 @@ def results_of(out_TD, leaves: dict) -> RankResults:
     return RankResults(out_TD.detach(), *(leaves[name].grad for name in NAMES))
 
 
-def run_rank(inputs: RankInputs, context) -> RankResults:
-    """Forward and backward of this rank; the other ranks of the context must do the same."""
+def step(inputs: RankInputs, context) -> RankResults:
+    """Forward and backward of this rank; the other ranks of the context must do the same. Can be captured."""
     leaves = leaves_of(inputs, context.config)
     out_TD = forward(leaves, inputs.ids_TK, context)
     out_TD.backward(inputs.grad_out_TD)
-    context.check()
     return results_of(out_TD, leaves)
+
+
+def run_rank(inputs: RankInputs, context) -> RankResults:
+    """The same, with faults raised."""
+    results = step(inputs, context)
+    context.check()
+    return results

@@ -1,10 +1,11 @@
-"""Two GPUs, one process each: bit for bit what virtual ranks on one GPU give, and the faults between them."""
+"""Two, four and eight GPUs, a process each: bit for bit what virtual ranks on one GPU give; faults between them."""
 
 import os
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dist_moe
 from dist_moe import create_context
@@ -12,21 +13,29 @@ from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
 from .process_group import Died, ranks
-from .rank_calls import forward, leaves_of, run_rank
+from .rank_calls import forward, leaves_of, run_rank, step
 
-pytestmark = pytest.mark.ranks(2)
-
-TWO = tuple(case for case in CASES if case.W == 2)
-WIDE = (
-    Case("wide per route", T=300, D=2048, F=768, K=2, E=64, routing="zipf(1.0)"),
-    Case("wide de-duplicated", T=300, D=2048, F=768, K=8, E=64, routing="zipf(1.0)"),
-    Case("wide de-duplicated recomputed", T=300, D=2048, F=768, K=8, E=64, slot_factor=None),
-)
-SMALL = Case("small", T=8, D=64, F=96, routing="balanced")
+GPUS = [pytest.param(W, marks=pytest.mark.ranks(W), id=f"{W}_gpus") for W in (2, 4, 8)]
+on_2_4_8 = pytest.mark.parametrize("W", GPUS)
 
 
-def on_gpus(fn, *args, **options) -> list:
-    return ranks(2, device="cuda").run(fn, *args, **{"timeout_s": 100} | options)
+def wide(W: int) -> list[Case]:
+    """Real widths, more experts than a tile is wide, several tiles of rows."""
+    shape = {"W": W, "T": 300, "D": 2048, "F": 768, "E": 64}
+    return [
+        Case("wide per route", K=2, routing="zipf(1.0)", **shape),
+        Case("wide de-duplicated", K=8, routing="zipf(1.0)", **shape),
+        Case("wide de-duplicated recomputed", K=8, slot_factor=None, **shape),
+        Case("wide all to one rank", K=4, routing="one_rank", **shape),
+    ]
+
+
+def small(W: int) -> Case:
+    return Case("small", W=W, T=8, D=64, F=96, E=2 * W, routing="balanced")
+
+
+def on_gpus(W: int, fn, *args, **options) -> list:
+    return ranks(W, device="cuda").run(fn, *args, **{"timeout_s": 100} | options)
 
 
 def to(device, record):
@@ -44,18 +53,50 @@ def _run_cases(rank, group, cases):
         with join(group, case) as context:
             own = [run_rank(inputs[rank], context) for _ in range(2)]
             assert_results_equal(own[:1], own[1:])
-        virtual = run_virtual(2, case.config(), inputs, device="cuda") if rank == 0 else None
+        virtual = run_virtual(case.W, case.config(), inputs, device="cuda") if rank == 0 else None
         results.append((to("cpu", own[0]), virtual and [to("cpu", result) for result in virtual]))
     return results
 
 
-def test_two_gpus_equal_virtual_ranks_bit_for_bit():
-    cases = TWO + WIDE
-    for case, (first, second) in zip(cases, zip(*on_gpus(_run_cases, cases), strict=True), strict=True):
-        results: list[RankResults] = [first[0], second[0]]
-        assert_results_equal(results, first[1])
-        if case in TWO:  # the dense layer of a wide case takes the CPU half a minute
+@on_2_4_8
+def test_gpus_equal_virtual_ranks_bit_for_bit(W):
+    small_cases = [case for case in CASES if case.W == W]
+    cases = small_cases + wide(W)
+    for case, by_rank in zip(cases, zip(*on_gpus(W, _run_cases, cases), strict=True), strict=True):
+        results: list[RankResults] = [own for own, _ in by_rank]
+        assert_results_equal(results, by_rank[0][1])
+        if case in small_cases:  # the dense layer of a wide case takes the CPU half a minute
             assert_results_close(results, dense(case, case.inputs()))
+
+
+REPLAYS = ("uniform", "one_expert", "dropped(1.0)", "one_rank", "zipf(1.0)", "duplicates")
+
+
+def _graphs(rank, group):
+    """Replays against eager calls: all ranks replay, then those of odd rank alone; None, or what differs."""
+    shape = {"W": dist.get_world_size(group), "T": 64, "D": 128, "F": 96, "K": 4, "E": 16}
+    cases = [Case("graphs", routing=name, seed=seed, **shape) for seed, name in enumerate(REPLAYS)]
+    sets = [to("cuda", case.inputs()[rank]) for case in cases]
+    with join(group, cases[0]) as context:
+        wanted = [run_rank(one, context) for one in sets]
+        static, graph = RankInputs(*(t.clone() for t in vars(sets[0]).values())), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog goes on with its queries
+            captured = step(static, context)
+        for replaying in (True, rank % 2 == 1):
+            for one, expected in zip(sets, wanted, strict=True):
+                for old, new in zip(vars(static).values(), vars(one).values(), strict=True):
+                    old.copy_(new)
+                if replaying:
+                    graph.replay()
+                found = captured if replaying else step(static, context)
+                context.check()
+                assert_results_equal([found], [expected])
+
+
+@on_2_4_8
+def test_captured_steps_follow_new_data_beside_eager_peers(W):
+    on_gpus(W, _graphs)
 
 
 def error_of(fn, *args):
@@ -75,8 +116,9 @@ def _faults(rank, group):
     """One context through every fault that leaves both peers alive; the step after each reset must be right."""
     found, after = {}, {}
     config = {"device_scratch_capacity_factor": 1.0, "max_moe_layers_per_activation_slot": 2}
-    inputs = to("cuda", SMALL.inputs()[rank])
-    with join(group, SMALL, **config) as context:
+    case = small(dist.get_world_size(group))
+    inputs = to("cuda", case.inputs()[rank])
+    with join(group, case, **config) as context:
 
         def record(name, *steps):
             found[name] = [error_of(step) for step in (*steps, context.check)]
@@ -111,23 +153,29 @@ def _faults(rank, group):
     return found, after
 
 
-def test_faults_between_two_gpus():
-    (of_0, after_0), (of_1, after_1) = on_gpus(_faults)
-    expected = dense(SMALL, SMALL.inputs())
-    for name in after_0:
-        assert_results_close([after_0[name], after_1[name]], expected)
-    kinds = {name: tuple(type(errors[-1]) for errors in (of_0[name], of_1[name])) for name in of_0}
-    assert kinds["overflow"] == (dist_moe.RoutingOverflowError,) * 2
-    assert kinds["invalid id"] == (dist_moe.InvalidExpertIdError,) * 2
-    assert kinds["another kind of call"] == (dist_moe.RankMismatchError,) * 2
+@on_2_4_8
+def test_faults_between_gpus(W):
+    found, after = zip(*on_gpus(W, _faults), strict=True)
+    expected = dense(small(W), small(W).inputs())
+    for name in after[0]:
+        assert_results_close([by_name[name] for by_name in after], expected)
+    last = {name: [by_name[name][-1] for by_name in found] for name in found[0]}
+    for name, kind in (
+        ("overflow", dist_moe.RoutingOverflowError),
+        ("invalid id", dist_moe.InvalidExpertIdError),
+        ("another kind of call", dist_moe.RankMismatchError),
+    ):
+        assert [type(error) for error in last[name]] == [kind] * W, last[name]
     for name, raised in (("bad argument", TypeError), ("out of memory", MemoryError)):
-        assert type(of_1[name][0]) is raised
-        assert type(of_0[name][-1]) is dist_moe.PeerAbortedError and "rank 1" in str(of_0[name][-1])
+        assert type(found[1][name][0]) is raised
+        for error in last[name][:1] + last[name][2:]:
+            assert type(error) is dist_moe.PeerAbortedError and "rank 1" in str(error), (name, error)
 
 
 def _dies(rank, group):
-    inputs = to("cuda", SMALL.inputs()[rank])
-    context = join(group, SMALL, timeout_s=2.0)
+    case = small(dist.get_world_size(group))
+    inputs = to("cuda", case.inputs()[rank])
+    context = join(group, case, timeout_s=2.0)
     run_rank(inputs, context)
     torch.cuda.synchronize()
     if rank == 1:
@@ -139,16 +187,19 @@ def _dies(rank, group):
     return error, time.monotonic() - start, torch.ones(3, device="cuda").sum().item()
 
 
-def test_a_dead_peer_is_a_timeout_and_the_cuda_context_lives():
-    (error, seconds, alive), died = on_gpus(_dies, may_die=[1])
+@on_2_4_8
+def test_a_dead_peer_is_a_timeout_and_the_cuda_context_lives(W):
+    first, died, *others = on_gpus(W, _dies, may_die=[1])
     assert died == Died(3)
-    assert type(error) is dist_moe.PeerTimeoutError and "rank 1" in str(error) and "published" in str(error)
-    assert seconds < 5.0 and alive == 3.0
+    for error, seconds, alive in (first, *others):
+        assert type(error) is dist_moe.PeerTimeoutError and "rank 1" in str(error) and "published" in str(error)
+        assert seconds < 5.0 and alive == 3.0
 
 
 def _slow(rank, group, delay_s, timeout_s):
-    inputs = to("cuda", SMALL.inputs()[rank])
-    with join(group, SMALL, timeout_s=timeout_s) as context:
+    case = small(dist.get_world_size(group))
+    inputs = to("cuda", case.inputs()[rank])
+    with join(group, case, timeout_s=timeout_s) as context:
         run_rank(inputs, context)
         if rank == 1:
             time.sleep(delay_s)
@@ -157,22 +208,25 @@ def _slow(rank, group, delay_s, timeout_s):
         return error, time.monotonic() - start
 
 
-def test_a_peer_that_is_slow_by_twenty_seconds_is_no_fault():
-    assert [error for error, _ in on_gpus(_slow, 20.0, 60.0)] == [None, None]
+@on_2_4_8
+def test_a_peer_that_is_slow_by_twenty_seconds_is_no_fault(W):
+    assert [error for error, _ in on_gpus(W, _slow, 20.0, 60.0)] == [None] * W
 
 
-def test_a_peer_slower_than_the_deadline_ends_both_within_twice_of_it():
-    for error, seconds in on_gpus(_slow, 3.0, 1.0):
+@on_2_4_8
+def test_a_peer_slower_than_the_deadline_ends_all_within_twice_of_it(W):
+    for error, seconds in on_gpus(W, _slow, 3.0, 1.0):
         assert isinstance(error, dist_moe.PeerTimeoutError | dist_moe.PeerAbortedError) and seconds < 2 * 1.0 + 1.0
 
 
 def _many_calls(rank, group, num_calls):
     """Changing sizes and routings; every 100th call is compared with its first."""
-    case = Case("many", T=64, D=128, F=64, K=4, E=16)
+    W = dist.get_world_size(group)
+    case = Case("many", W=W, T=64, D=128, F=64, K=4, E=16)
     with join(group, case, max_moe_layers_per_activation_slot=1) as context:
         sets = []
         for seed, name in enumerate(["uniform", "one_rank", "dropped(0.5)", "zipf(1.0)", "duplicates"]):
-            full = to("cuda", Case("many", T=64, D=128, F=64, K=4, E=16, routing=name, seed=seed).inputs()[rank])
+            full = to("cuda", Case("many", W=W, T=64, D=128, F=64, K=4, E=16, routing=name, seed=seed).inputs()[rank])
             size = (64, 1 + rank, 0 if rank else 64, 33, 7)[seed]
             per_token = ("x_TD", "ids_TK", "scores_TK", "grad_out_TD")
             sets.append(RankInputs(*(t[:size] if n in per_token else t for n, t in vars(full).items())))
@@ -186,13 +240,15 @@ def _many_calls(rank, group, num_calls):
         return torch.cuda.memory_allocated() - before
 
 
-def test_two_thousand_calls_without_drift():
-    assert on_gpus(_many_calls, 2000, timeout_s=200) == [0, 0]
+@on_2_4_8
+def test_two_thousand_calls_without_drift(W):
+    assert on_gpus(W, _many_calls, 2000, timeout_s=200) == [0] * W
 
 
+@pytest.mark.ranks(2)
 def test_a_context_on_another_device_than_the_current_one():
     """The kernels run where the tensors are, on the current stream of that device."""
-    config = SMALL.config(device_scratch_capacity_factor=1.0)
+    config = small(2).config(device_scratch_capacity_factor=1.0)
     inputs = Case("one rank", W=1).inputs()[0]
     results = []
     for device in ("cuda:0", "cuda:1"):
