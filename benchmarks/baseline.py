@@ -90,6 +90,17 @@ class _Exchange(Function):
         return _all_to_all(grad.contiguous(), *ctx.way_back), None, None, None
 
 
+def _grouped(rows: Tensor, weights: Tensor, ends_L: Tensor) -> Tensor:
+    """rows @ weights[e].T, expert by expert.
+
+    A rank without rows takes an ordinary product, which gives weights gradients of zero: torch._grouped_mm on CUDA
+    refuses the strides of a contraction over no rows (pytorch/pytorch#192497).
+    """
+    if not len(rows):
+        return rows @ weights[0].t()
+    return torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends_L)
+
+
 def routed_experts(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, group) -> Tensor:
     """The layer. Without a group all experts are here; a negative id means no expert."""
     W, L, (T, K) = 1 if group is None else dist.get_world_size(group), len(w13_L2FD), ids_TK.shape
@@ -107,8 +118,8 @@ def routed_experts(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, group) -> Tensor:
         by_expert = torch.argsort(expert_R, stable=True)
         rows = _Permute.apply(rows, by_expert)
     ends_L = arriving_WL.sum(dim=0).cumsum(0).int()
-    gate, up = torch._grouped_mm(rows, w13_L2FD.transpose(1, 2), offs=ends_L).chunk(2, dim=1)
-    rows = torch._grouped_mm(F.silu(gate) * up, w2_LDF.transpose(1, 2), offs=ends_L)
+    gate, up = _grouped(rows, w13_L2FD, ends_L).chunk(2, dim=1)
+    rows = _grouped(F.silu(gate) * up, w2_LDF, ends_L)
     if W > 1:
         rows = _ToSlots.apply(rows, by_expert, len(rows))
     rows = _Exchange.apply(rows, sent, received, group)

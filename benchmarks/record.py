@@ -126,5 +126,5 @@ class Rows:
         if "flops" in row:
             rates = f"{row['tflops']:7.1f} TFLOP/s {row['hbm_gbs']:6.0f} GB/s HBM {row['link_gbs']:5.0f} link "
             rates += f"{row['roof_share']:6.1%} of the roof"
-        what = f"{row['shape']:13s} {row['routing']:9s} T={row['T']} {row['direction']:16s} {row['method']:14s}"
+        what = f"{row['shape']:13s} {row['routing']:13s} T={row['T']} {row['direction']:16s} {row['method']:14s}"
         self.say(f"{what} {row['us']:9.1f} us ({row['us_p10']:.1f} to {row['us_p90']:.1f}) {rates}")

@@ -49,16 +49,20 @@ def _ms(us: float | None) -> str:
     return "" if us is None else f"{us / 1e3:.3f}"
 
 
+def best_of_ours(methods: list[Row]) -> Row | None:
+    """The faster of eager and graph."""
+    ours = [row for row in methods if row["method"] in ("ours", "ours-graph")]
+    return min(ours, key=lambda row: row["us"], default=None)
+
+
 def path_tables(rows: list[Row]) -> list[str]:
     texts = []
     for (T, W, place, routing), group in grouped(rows, "T", "W", "where", "routing").items():
         lines = []
         for (shape, direction), methods in grouped(group, "shape", "direction").items():
             by = {row["method"]: row for row in methods}
-            ours = [by[name] for name in ("ours", "ours-graph") if name in by]
-            if not ours:
+            if (best := best_of_ours(methods)) is None:
                 continue
-            best = min(ours, key=lambda row: row["us"])
             floor, baseline = best["floor_us"], best["baseline_us"]
             times = [by[name]["us"] if name in by else None for name in ("ours", "ours-graph")]
             lines.append(
@@ -71,6 +75,29 @@ def path_tables(rows: list[Row]) -> list[str]:
         title = f"Path, {W} ranks ({place}), T={T} a rank, {routing}\n{where(group[-1])}"
         texts.append(f"{title}\n\n{table(header, lines)}")
     return texts
+
+
+def skew_tables(rows: list[Row]) -> list[str]:
+    """Several routings side by side; skew is the rows of the fullest rank over the mean of all ranks."""
+    texts = []
+    for (T, W, place), group in grouped(rows, "T", "W", "where").items():
+        lines, ratios = [], []
+        for (shape, direction), cell in grouped(group, "shape", "direction").items():
+            best = [row for methods in grouped(cell, "routing").values() if (row := best_of_ours(methods))]
+            for row in sorted(best, key=skew):
+                ratio = row["baseline_us"] / row["us"] if row["baseline_us"] else None
+                ratios += [ratio] if ratio else []
+                line = [f"{shape}, {direction}, {row['routing']}", f"{skew(row):.2f}", _ms(row["us"])]
+                lines.append([*line, _ms(row["baseline_us"]), f"{ratio:.2f}" if ratio else ""])
+        if len(grouped(group, "routing")) > 1 and ratios:
+            header = ["model, direction, routing", "skew", "ours, ms", "baseline, ms", "baseline / ours"]
+            title = f"Path under skew, {W} ranks ({place}), T={T} a rank; least baseline / ours {min(ratios):.2f}"
+            texts.append(f"{title}\n{where(group[-1])}\n\n{table(header, lines)}")
+    return texts
+
+
+def skew(row: Row) -> float:
+    return row["rank_rows_max"] / row["rank_rows_mean"]
 
 
 def op_tables(rows: list[Row]) -> list[str]:
@@ -119,12 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--commit", help="of this commit alone")
     args = options.parse_args(argv)
     rows = grouped(read(args.results, args.commit), "bench")
-    texts = [text for bench, make in TABLES.items() for text in make(rows.get((bench,), []))]
+    texts = [text for bench, make in TABLES for text in make(rows.get((bench,), []))]
     print("\n\n".join(texts) or f"no rows in {args.results}")
     return 0
 
 
-TABLES = {"path": path_tables, "stages": stage_tables, "op": op_tables}
+TABLES = (("path", path_tables), ("path", skew_tables), ("stages", stage_tables), ("op", op_tables))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,38 +9,12 @@
 #
 # Call it again to go on: rows that are there with the same COMMIT are not measured again. Every command has a limit of
 # its own; one that fails or runs past it leaves the others alone.
-set -uo pipefail
-cd "$(dirname "$0")/.."
-
 mode=${1:?one, two or ops}
-commit=${2:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
-results=${3:-benchmarks/results}
-models=(qwen3-30b deepseek-v3 qwen3-235b mixtral-8x7b gpt-oss-120b)
 declare -A seconds=([one]=230 [two]=350 [ops]=170)
 budget=${seconds[$mode]:?one, two or ops}
-failed=0
-export PYTHONUNBUFFERED=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0
+source "$(dirname "$0")/_budget.sh"
 
-# run LIMIT COMMAND...: at most LIMIT seconds, and never past the budget
-run() {
-  local limit=$1 left=$((budget - SECONDS))
-  shift
-  if ((left < 20)); then
-    echo "== ${SECONDS} s: no time left for $*"
-    failed=1
-    return
-  fi
-  echo "== ${SECONDS} s: $*"
-  timeout --kill-after=5 "$((limit < left ? limit : left))" "$@" || {
-    echo "== ${SECONDS} s: exit code $? of $*"
-    failed=1
-  }
-}
-
-# Only the rows that this commit still lacks cost time.
-common=(--commit "$commit" --results "$results" --routings uniform --tokens 8192)
-
-python3 -c 'import dist_moe' 2>/dev/null || python3 -m pip install -q --no-deps --no-build-isolation -e .
+common=("${rows[@]}" --routings uniform --tokens 8192)
 
 case $mode in
 one)
@@ -50,8 +24,8 @@ one)
   ;;
 two)
   for model in "${models[@]}"; do
-    run 90 python3 -m torch.distributed.run --nnodes 1 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 29511 \
-      -m benchmarks.bench_path --shapes "$model" "${common[@]}" --methods ours graph baseline floor stages
+    run 90 "${torchrun[@]}" 2 -m benchmarks.bench_path --shapes "$model" "${common[@]}" \
+      --methods ours graph baseline floor stages
   done
   ;;
 ops)

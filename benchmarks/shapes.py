@@ -1,5 +1,6 @@
 """What is measured: the experts of five models, what a routing makes of them, and inputs drawn for both."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,19 +140,27 @@ def load_of(traffic: Traffic, rank: int) -> Load:
     return traffic.load(rank, dedup=planner.dedup(config_of(traffic, inference=True), traffic.W))
 
 
-def memory_bytes(traffic: Traffic, num_local_ranks: int, *, backward: bool) -> int:
-    """Device memory that bench_path needs, from above: two Contexts, weights, gradients, baseline and floors."""
-    shape, config = traffic.shape, config_of(traffic, inference=not backward)
+def memory_bytes(
+    traffic: Traffic,
+    num_local_ranks: int,
+    *,
+    backward: bool,
+    inference: bool = False,
+    methods: Sequence[str] = ("graph", "baseline", "floor"),
+) -> int:
+    """Device memory that bench_path needs, from above: Contexts, weights, gradients, baseline and floors."""
+    shape, config = traffic.shape, config_of(traffic, inference=inference)
     plan = plan_memory(config, traffic.W)
-    context = plan.total_device_buffer_bytes + plan.routing_table_bytes + sum(size for _, size in plan.symmetric_bytes)
+    contexts = plan.total_device_buffer_bytes + plan.routing_table_bytes + sum(size for _, size in plan.symmetric_bytes)
+    contexts *= 1 + ("graph" in methods)
     weights = 2 * 3 * shape.D * shape.F * traffic.L
     # Weight gradients at a time: of the captured path and floor, the floor's buffers, and of the method that runs.
     weights *= 5 if backward else 1
     rows = max(traffic.rows_W)
-    floors = 2 * rows * (3 * shape.D + 6 * shape.F)
+    floors = 2 * rows * (3 * shape.D + 6 * shape.F) * ("floor" in methods)
     # Sent, received, permuted, W2's output twice, slots; h1, silu, h2, and in backward the gradient of each.
-    baseline = 2 * rows * (7 * shape.D + 5 * shape.F) * (2 if backward else 1)
-    return num_local_ranks * (2 * context + weights + floors + baseline) + 2**30  # a GiB for inputs and the flushed L2
+    baseline = 2 * rows * (7 * shape.D + 5 * shape.F) * (2 if backward else 1) * ("baseline" in methods)
+    return num_local_ranks * (contexts + weights + floors + baseline) + 2**30  # a GiB for inputs and the flushed L2
 
 
 @dataclass(frozen=True)

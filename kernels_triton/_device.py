@@ -1,11 +1,15 @@
-"""Device helpers of the kernels: flags at system scope, clock. The only file with inline PTX.
+"""Device helpers of the kernels: flags at system scope, clock, delays. The only file with inline PTX.
 
 Every piece of inline PTX has its interpreted twin registered here. Flags are int64 words in symmetric memory: a writer
 makes its data visible with store_release, a reader that has polled the value may read that data. A volatile load has no
 acquire and is not a poll.
+
+DIST_MOE_DEBUG_DELAY_NS, read at import, has the programs of the path sleep at random before their work and before a
+signal, so that an order that holds by luck alone shows as other bits. 0, the default, leaves no trace in the PTX.
 """
 
 import functools
+import os
 
 import torch
 import triton
@@ -14,7 +18,20 @@ import triton.language as tl
 # Grid of a persistent kernel when interpreted: two, so that work is really split; each program more is only slower.
 NUM_PROGRAMS_INTERPRETED = 2
 
+DELAY_VARIABLE = "DIST_MOE_DEBUG_DELAY_NS"
+MAX_DELAY_NS = 1_000_000  # what one nanosleep takes
+
 _CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
+_SLEEP_NS = tl.constexpr("nanosleep.u32 $1; mov.u32 $0, $1;")
+
+
+def _delay_ns(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_DELAY_NS:
+        raise ValueError(f"{DELAY_VARIABLE} must be an integer from 0 to {MAX_DELAY_NS}, got {text!r}")
+    return int(text)
+
+
+DELAY_NS = tl.constexpr(_delay_ns(os.environ.get(DELAY_VARIABLE, "0")))
 
 
 @triton.jit
@@ -37,6 +54,19 @@ def clock_ns():
     Every warp reads its own: a loop that ends by the clock needs num_warps=1, else the warps may part in it.
     """
     return tl.inline_asm_elementwise(_CLOCK_NS, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def delay(salt):
+    """Sleep a random time up to DELAY_NS, which the GPU may double; salt is any integer that tells items apart.
+
+    Every warp draws its own, by its clock. Without DELAY_NS: no code.
+    """
+    if DELAY_NS > 0:
+        drawn = (clock_ns() + tl.program_id(0) * 0x3C6EF372 + salt * 0x5851F42D).to(tl.uint32) * 0x9E3779B1
+        drawn = (drawn ^ (drawn >> 15)) * 0x85EBCA77
+        ns = tl.umulhi(drawn, tl.full([], DELAY_NS + 1, tl.uint32))
+        tl.inline_asm_elementwise(_SLEEP_NS, "=r,r", [ns], dtype=tl.uint32, is_pure=False, pack=1)
 
 
 def is_interpreting() -> bool:
@@ -62,4 +92,9 @@ if is_interpreting():
 
     from dist_moe._interpreter import register_asm
 
+    def _sleep(ns):
+        time.sleep(ns.item() * 1e-9)
+        return ns
+
     register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
+    register_asm(_SLEEP_NS.value, _sleep)

@@ -43,6 +43,17 @@ def peer_pointers(table_ptr, rank, offset, mask, DTYPE: tl.constexpr, ALIGNMENT:
 
 
 @triton.jit
+def spread(i, num_blocks, PARTS: tl.constexpr):
+    """The block that comes i-th, 0 <= i < PARTS * cdiv(num_blocks, PARTS): one of every part in turn.
+
+    Consecutive blocks are of one source rank. Taken in order, all ranks would read from rank 0 first and then from rank
+    1, each over the link of that one rank. Blocks past the last come out for parts that are shorter than the others.
+    Example: 5 blocks in 2 parts -> 0 3 1 4 2 5.
+    """
+    return i % PARTS * tl.cdiv(num_blocks, PARTS) + i // PARTS
+
+
+@triton.jit
 def pair_block(pair, num_pairs, num_rows, pair_start_ptr):
     """First entry in pair_rows_R and number of rows of each pair; 0 rows past the last pair.
 

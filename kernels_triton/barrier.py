@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dist_moe import shapes
 
-from ._device import clock_ns, poll
+from ._device import clock_ns, delay, poll
 from ._fault import set_fault
 
 RESET = tl.constexpr(shapes.RESET)
@@ -53,6 +53,7 @@ def _signal(
     Once more: nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for
     generation 5 that it was done.
     """
+    delay(rank)
     code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
     generation = tl.load(sent_ptr + STAGE) + 1
     if code != 0:
@@ -67,6 +68,7 @@ def _signal(
     base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
     flag_ptr_W = base_W.to(tl.pointer_type(tl.int64)) + (STAGE * W + rank)
     flag = generation * 2 + (code != 0).to(tl.int64)
+    delay(generation)
     tl.atomic_xchg(flag_ptr_W, tl.zeros([BLOCK_W], tl.int64) + flag, mask=offs_w < W, sem="release", scope="sys")
 
 
@@ -104,6 +106,7 @@ def _wait(
     TIMEOUT | 1 << 8, 1, 5; flags [10, 11] end with ABORTED | 1 << 8, 1.
     """
     w = tl.program_id(0)
+    delay(w)
     target = tl.load(sent_ptr + STAGE) * 2
     flag_ptr = signals_ptr + STAGE * W + w
     start_ns = clock_ns()
@@ -142,6 +145,7 @@ def _verify(
     Example (W = 3, T_max = 64): headers (version, hash, call, kind, T) of (1, 7, 2, 1, 64), (1, 7, 2, 1, 0),
     (1, 7, 3, 3, 5): rank 2 differs in word 2, fault words MISMATCH | 2 << 8, 2, 2, 3.
     """
+    delay(W)
     offs_w = tl.arange(0, BLOCK_W)
     mask_w = offs_w < W
     header_ptr_W = tl.load(header_table_ptr + offs_w, mask=mask_w, other=0).to(tl.pointer_type(tl.int64))

@@ -15,7 +15,8 @@ to fused multiply-add (enable_fp_fusion=False), so that GPU, interpreter and ora
 import triton
 import triton.language as tl
 
-from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid
+from ._device import delay
+from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 
 @triton.jit
@@ -31,6 +32,7 @@ def _combine_routes(
     num_slots,  # T_max * K, slots of one rank
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Every row to the slot it came from: program p takes the blocks p, p + programs, ... of ROWS rows.
@@ -43,7 +45,10 @@ def _combine_routes(
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    num_blocks = tl.cdiv(num_rows, ROWS)
+    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
+        block = spread(turn, num_blocks, PARTS)
+        delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
         in_use = row < num_rows
         slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
@@ -79,6 +84,7 @@ def _combine_pairs(
     num_outputs,  # T_max * J, output rows of one rank
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -92,7 +98,10 @@ def _combine_pairs(
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    for block in range(tl.program_id(0), tl.cdiv(num_pairs, PAIRS), tl.num_programs(0)):
+    num_blocks = tl.cdiv(num_pairs, PAIRS)
+    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
+        block = spread(turn, num_blocks, PARTS)
+        delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
         first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
@@ -152,6 +161,7 @@ def _reduce(
     offs_d = tl.arange(0, BLOCK_D)
     offs_k = tl.arange(0, K2)[None, :]
     for block in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
+        delay(block)
         t = tl.cast(block, tl.int64) * TOKENS + tl.arange(0, TOKENS)
         in_use = t < T
         num_used = tl.full([TOKENS], J, dtype=tl.int32)
@@ -200,6 +210,7 @@ def _collect_score_grads(
     """
     if tl.load(stop_ptr) != 0:
         return
+    delay(T)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, K2)[None, :]
     mask = (t < T)[:, None] & (k < K)
@@ -227,7 +238,7 @@ def combine(
              `score_grads`.
     Source:  reference.combine.
     """
-    T_max, J, D = outputs.own.shape
+    (T_max, J, D), W = outputs.own.shape, len(outputs.peers)
     assert D % 32 == 0 and rows_XD.is_contiguous() and (score_grads is None) == (row_score_grads_R is None)
     tile = pick_row_tile(D)
     grid = row_grid(rows_XD.device, tile, num_sms)
@@ -239,12 +250,12 @@ def combine(
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
             num_slots, T_max * J,
-            D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+            D=D, PAIRS=tile.rows, PARTS=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
-            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            D=D, ROWS=tile.rows, PARTS=W * plan.num_local_experts, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ only; ordered by the stream.
 import triton
 import triton.language as tl
 
+from ._device import delay
 from ._rows import RowTile, row_grid
 
 _TILE = RowTile(rows=1, block_d=8192)
@@ -28,6 +29,7 @@ def _copy(
     src_ptrs = tl.multiple_of(src_ptr + tl.load(src_offset_ptr), 16)
     dst_ptrs = tl.multiple_of(dst_ptr + tl.load(dst_offset_ptr), 16)
     for block in range(tl.program_id(0), tl.cdiv(num_elements, BLOCK), tl.num_programs(0)):
+        delay(block)
         i = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(dst_ptrs + i, tl.load(src_ptrs + i, mask=i < num_elements), mask=i < num_elements)
 

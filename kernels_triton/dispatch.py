@@ -12,7 +12,8 @@ give the same bits. Grid: persistent programs over blocks of rows (of pairs), a 
 import triton
 import triton.language as tl
 
-from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid
+from ._device import delay
+from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
 
@@ -32,6 +33,7 @@ def _dispatch_routes(
     K: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
@@ -44,7 +46,10 @@ def _dispatch_routes(
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    for block in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    num_blocks = tl.cdiv(num_rows, ROWS)
+    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
+        block = spread(turn, num_blocks, PARTS)
+        delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
         in_use = row < num_rows
         slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
@@ -85,6 +90,7 @@ def _dispatch_pairs(
     J: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -98,7 +104,10 @@ def _dispatch_pairs(
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    for block in range(tl.program_id(0), tl.cdiv(num_pairs, PAIRS), tl.num_programs(0)):
+    num_blocks = tl.cdiv(num_pairs, PAIRS)
+    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
+        block = spread(turn, num_blocks, PARTS)
+        delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
         first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
@@ -136,7 +145,7 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
     Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
     Source:  reference.dispatch.
     """
-    (T_max, K), D = scores.own.shape, rows_XD.shape[1]
+    (T_max, K), D, W = scores.own.shape, rows_XD.shape[1], len(tokens.peers)
     assert D % 32 == 0 and rows_XD.is_contiguous()
     tile = pick_row_tile(D)
     grid = row_grid(rows_XD.device, tile, num_sms)
@@ -144,13 +153,13 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
     into = (rows_XD, start_1, row_scores_R, stop_1, T_max)
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
-        J = min(K, len(tokens.peers))
+        J = min(K, W)
         _dispatch_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, num_rows_1, *into,
-            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, PARTS=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into,
-            HALF=half, K=K, D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            HALF=half, K=K, D=D, ROWS=tile.rows, PARTS=W * plan.num_local_experts, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_moe.shapes import cdiv
 
-from ._device import num_programs
+from ._device import delay, num_programs
 
 MAX_ROW = 2**31 - 1  # TMA coordinates are int32
 
@@ -161,6 +161,7 @@ def _rows_times_weight_kernel(
     num_tiles_m = tl.max(ends_L)
     num_tiles_n = tl.cdiv(width, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=True):
+        delay(tile)
         tile_m, tile_n = _tile_place(tile, num_tiles_m, num_tiles_n, GROUP_M)
         expert, row, row_end = _row_tile(ends_L, tile_m, row_start_ptr, BLOCK_M)
         col = tile_n * BLOCK_N
@@ -206,6 +207,7 @@ def _wgrad_kernel(
     num_tiles_n = tl.cdiv(K, BLOCK_N)
     tiles_per_expert = num_tiles_m * num_tiles_n
     for tile in tl.range(tl.program_id(0), L * tiles_per_expert, tl.num_programs(0)):
+        delay(tile)
         expert = tile // tiles_per_expert
         tile_m, tile_n = _tile_place(tile % tiles_per_expert, num_tiles_m, num_tiles_n, GROUP_M)
         row_start = tl.load(row_start_ptr + expert)

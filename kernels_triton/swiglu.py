@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import num_programs
+from ._device import delay, num_programs
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def _swiglu_kernel(
     num_rows = tl.load(num_rows_ptr)
     num_chunks = tl.cdiv(F, BLOCK_F)
     for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R) * num_chunks, tl.num_programs(0)):
+        delay(block)
         rows = block // num_chunks * BLOCK_R + tl.arange(0, BLOCK_R)
         cols = block % num_chunks * BLOCK_F + tl.arange(0, BLOCK_F)
         mask = (rows[:, None] < num_rows) & (cols[None, :] < F)
@@ -123,6 +124,7 @@ def _swiglu_backward_kernel(
     g2_ptr += tl.load(g2_start_ptr) * F
     num_rows = tl.load(num_rows_ptr)
     for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R), tl.num_programs(0)):
+        delay(block)
         rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
         score = tl.load(score_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
         score_grad_RF = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -49,10 +49,17 @@ class RanksFailed(Exception):
 
 
 def run_ranks(
-    W: int, fn: Callable, *args, timeout_s: float = 60, interpret: bool = False, device: str = "cpu", **options
+    W: int,
+    fn: Callable,
+    *args,
+    timeout_s: float = 60,
+    interpret: bool = False,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
+    **options,
 ) -> list:
     """Results by rank of fn(rank, group, *args) in W fresh processes; options: groups, may_die."""
-    pool = RankPool(W, interpret=interpret, device=device)
+    pool = RankPool(W, interpret=interpret, device=device, environment=environment)
     try:
         return pool.run(fn, *args, timeout_s=timeout_s, **options)
     finally:
@@ -60,10 +67,20 @@ def run_ranks(
 
 
 class RankPool:
-    """W processes that wait for functions to run. Each is started when first needed, and again when it died or hung."""
+    """W processes that wait for functions to run. Each is started when first needed, and again when it died or hung.
 
-    def __init__(self, W: int, *, interpret: bool = False, device: str = "cpu"):
-        self.W, self.interpret, self.device = W, interpret, device
+    They have the variables of this process, those of `environment` changed.
+    """
+
+    def __init__(
+        self,
+        W: int,
+        *,
+        interpret: bool = False,
+        device: str = "cpu",
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.W, self.interpret, self.device, self.environment = W, interpret, device, environment or {}
         self._workers: list[_Worker | None] = [None] * W
 
     def run(
@@ -74,7 +91,9 @@ class RankPool:
         groups: Sequence[Sequence[int]] | None = None,
         may_die: Sequence[int] = (),
     ) -> list:
-        self._workers = [worker or _Worker(rank, self.interpret) for rank, worker in enumerate(self._workers)]
+        self._workers = [
+            worker or _Worker(rank, self.interpret, self.environment) for rank, worker in enumerate(self._workers)
+        ]
         module = sys.modules[fn.__module__]
         with tempfile.TemporaryDirectory(prefix="dist_moe_test_") as store:
             task = (
@@ -136,17 +155,17 @@ class RankPool:
 class _Worker:
     """One process: the parent's side."""
 
-    def __init__(self, rank: int, interpret: bool):
+    def __init__(self, rank: int, interpret: bool, environment: Mapping[str, str]):
         self.rank, self.started, self.outcome = rank, False, None
         ours, theirs = socket.socketpair()
         self.pipe = connection.Connection(ours.detach())
         self.log = tempfile.TemporaryFile("w+", prefix=f"rank{rank}_")  # what the rank prints, and its stacks
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment = {**os.environ, **one_thread, "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": str(int(interpret))}
+        always = {**one_thread, "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": str(int(interpret))}
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.process_group", str(theirs.fileno()), str(rank)],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **always, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self.log,

@@ -1,4 +1,4 @@
-"""A case on one rank through the public API, and one pool of four processes for every number of ranks."""
+"""A case on one rank through the public API, and the pools of processes that every number of ranks runs in."""
 
 import torch._dynamo  # noqa: F401  when a worker starts, not in create_context, which some tests give a second alone
 
@@ -13,7 +13,7 @@ NAMES = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
 def on_ranks(W: int, fn, *args, timeout_s: float = 60, may_die=()) -> list:
     """Results by rank of fn(rank, group, *args) in W processes, which can interpret kernels and run the reference."""
     options = {"groups": [list(range(W))], "timeout_s": timeout_s, "may_die": may_die}
-    return ranks(4, interpret=True).run(_in_group, fn, args, **options)[:W]
+    return ranks(4 if W <= 4 else 8, interpret=True).run(_in_group, fn, args, **options)[:W]
 
 
 def _in_group(rank, groups, fn, args):

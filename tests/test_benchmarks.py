@@ -100,11 +100,12 @@ def test_models_fit_on_two_h200(model):
     assert memory_bytes(traffic, 1, backward=True) < H200_BYTES
 
 
-def test_slot_and_scratch_hold_the_routing():
+@pytest.mark.parametrize("W", [2, 4, 8])
+def test_slot_and_scratch_hold_the_routing(W):
     for name in ROUTINGS:
-        traffic = Traffic(SMOKE, testing.routing(name, num_ranks=2, T=16, K=SMOKE.K, E=SMOKE.E))
+        traffic = Traffic(SMOKE, testing.routing(name, num_ranks=W, T=16, K=SMOKE.K, E=SMOKE.E))
         config = config_of(traffic)
-        plan = plan_memory(config, 2)
+        plan = plan_memory(config, W)
         assert plan.total_scratch_capacity_rows >= max(traffic.rows_W)
         assert plan.activation_slot_bytes == plan.maximum_useful_activation_slot_bytes
         assert load_of(traffic, 0).rows == traffic.rows_W[0]
@@ -184,6 +185,15 @@ def test_a_wrong_path_is_not_timed(monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_does_not_fit_is_left_out_and_no_failure(monkeypatch, tmp_path, capsys):
+    traffic = Traffic(SMOKE, testing.routing("uniform", num_ranks=2, T=16, K=SMOKE.K, E=SMOKE.E))
+    there = memory_bytes(traffic, 2, backward=False, methods=["ours"])
+    monkeypatch.setattr(bench_path, "device_bytes", lambda job: there)
+    assert run_smoke(bench_path, "--methods", "ours", "--results", str(tmp_path)) == 0
+    assert [row["direction"] for row in lines(tmp_path, "path")] == ["forward"]
+    assert "NOT TIMED: smoke uniform forward+backward: at most" in capsys.readouterr().out
+
+
 def test_products_of_a_rank_without_rows():
     gemms = ExpertGemms([0, 0], torch.ones(2, 64, 32).bfloat16(), torch.ones(2, 32, 32).bfloat16())
     assert gemms.torch("w13") is None and gemms.result("w13").shape == (0, 64)
@@ -196,18 +206,23 @@ def lines(folder: Path, name: str) -> list[dict]:
     return list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
 
 
+SKEWS = {"balanced": 1.0, "hot_rank(2.0)": 2.0, "one_rank": 4.0}  # over four ranks
+
+
 @pytest.fixture(scope="module")
 def smokes(tmp_path_factory) -> dict[str, Path]:
     """Folders of rows, from scripts that run beside one another as a user would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    every = ["--methods", "ours", "graph", "baseline", "floor", "stages"]
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        ports = [str(free.getsockname()[1]) for free in (one, other)]
+    torchrun = ["torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port"]
+    path = ["benchmarks.bench_path", "--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages"]
     commands = {
         "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
-        "virtual": ["benchmarks.bench_path", "--smoke", *every, "--directions", *bench_path.DIRECTIONS],
-        "processes": [*launcher, "--master-port", str(port), "-m", "benchmarks.bench_path", "--smoke", *every],
+        "virtual": [*path, "--directions", *bench_path.DIRECTIONS],
+        "processes": [*torchrun, ports[0], "--nproc-per-node", "2", "-m", *path],
+        "four": [*torchrun, ports[1], "--nproc-per-node", "4", "-m", *path, "--routings", *SKEWS],
     }
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     folders, running = {}, {}
@@ -259,6 +274,15 @@ def test_rows_of_the_path(smokes, how, where):
     assert (by["forward", "ours"]["roof_link_gbs"] is None) == (how == "virtual")
 
 
+def test_rows_of_four_processes_under_skew(smokes):
+    """All to one rank: three of them have no row."""
+    rows = lines(smokes["four"], "path")
+    assert {(row["where"], row["W"], row["num_gpus"]) for row in rows} == {("4 processes", 4, 0)}
+    assert len({(row["routing"], row["direction"], row["method"]) for row in rows}) == len(SKEWS) * 2 * 4
+    for row in rows:
+        assert row["rank_rows_max"] / row["rank_rows_mean"] == pytest.approx(SKEWS[row["routing"]], rel=0.15)
+
+
 @pytest.mark.parametrize("how", ["virtual", "processes"])
 def test_rows_of_stages(smokes, how):
     rows = lines(smokes[how], "stages")
@@ -286,9 +310,40 @@ def test_report_prints_a_table_of_each_kind(smokes, capsys):
         assert report.main(["--results", str(folder), "--commit", COMMIT]) == 0
     text = capsys.readouterr().out
     assert "| smoke | forward+backward |" in text and "| smoke w13 |" in text and "| forward: dispatch |" in text
+    assert text.count("Path under skew") == 1 and "| smoke, forward+backward, one_rank | 4.00 |" in text
     assert report.main(["--results", str(smokes["op"]), "--commit", "another"]) == 0
     assert "no rows" in capsys.readouterr().out
 
 
-def test_run_h200_is_a_shell_script():
-    subprocess.run(["bash", "-n", "benchmarks/run_h200.sh"], cwd=ROOT, check=True)
+@pytest.mark.parametrize("script", ["_budget.sh", "run_h200.sh", "run_many.sh"])
+def test_is_a_shell_script(script):
+    subprocess.run(["bash", "-n", f"benchmarks/{script}"], cwd=ROOT, check=True)
+
+
+PYTHON_STUB = """#!/bin/bash
+echo "$*" >>"$CALLS"
+[[ $* != "-m pytest"* ]] || echo "tests/test_gpu_ranks.py::test_faults[4_gpus] PASSED [ 50%]"
+[[ $* != *"$FAILS"* ]]
+"""
+
+
+def test_run_many_goes_on_where_it_ended(tmp_path):
+    (tmp_path / "python3").write_text(PYTHON_STUB)
+    (tmp_path / "python3").chmod(0o755)
+
+    def call(commit: str = COMMIT, fails: str = "nothing", **variables) -> tuple[int, list[str]]:
+        """Exit code, and the commands that it ran between the look for the package and the report."""
+        calls = tmp_path / "calls"
+        calls.unlink(missing_ok=True)
+        variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "FAILS": fails}
+        command = ["benchmarks/run_many.sh", "4", commit, str(tmp_path)]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True).returncode
+        return code, calls.read_text().splitlines()[1:-1]
+
+    code, commands = call(fails="-m pytest")
+    assert code == 1 and len(commands) == 7 and "--deselect" not in commands[0]
+    assert all("bench_path --shapes qwen3-30b deepseek-v3" in command for command in commands[1:])
+    code, commands = call()
+    assert code == 0 and len(commands) == 1 and "--deselect=tests/test_gpu_ranks.py::test_faults[4_gpus]" in commands[0]
+    assert call() == (0, [])
+    assert call(commit="another", BUDGET_S="10") == (1, [])

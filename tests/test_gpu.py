@@ -181,10 +181,11 @@ def test_under_the_profiler():
             assert all(torch.equal(a, b) for a, b in zip(wanted, step(static, grad, context), strict=True))
 
 
-@pytest.mark.parametrize("W", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("W", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("K", [2, 8])
 def test_virtual_ranks_at_a_real_width(W, K):
-    case = Case("wide", W=W, T=200, D=1024, F=768, K=K, E=24, routing="zipf(1.0)", slot_factor=None if W == 3 else 1.0)
+    shape = {"T": 200, "D": 1024, "F": 768, "K": K, "E": 24 // W * W}
+    case = Case("wide", W=W, routing="zipf(1.0)", slot_factor=None if W in (3, 6) else 1.0, **shape)
     inputs = case.inputs()
     there = [type(rank)(*(tensor.cuda() for tensor in vars(rank).values())) for rank in inputs]
     results = run_virtual(W, case.config(), there, device="cuda")

@@ -12,7 +12,7 @@ from dist_moe import create_context
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
-from .process_group import Died, ranks
+from .process_group import Died, ranks, run_ranks
 from .rank_calls import forward, leaves_of, run_rank, step
 
 GPUS = [pytest.param(W, marks=pytest.mark.ranks(W), id=f"{W}_gpus") for W in (2, 4, 8)]
@@ -189,7 +189,8 @@ def _dies(rank, group):
 
 @on_2_4_8
 def test_a_dead_peer_is_a_timeout_and_the_cuda_context_lives(W):
-    first, died, *others = on_gpus(W, _dies, may_die=[1])
+    # Processes of their own: who has lost a peer joins no further group.
+    first, died, *others = run_ranks(W, _dies, device="cuda", timeout_s=60, may_die=[1])
     assert died == Died(3)
     for error, seconds, alive in (first, *others):
         assert type(error) is dist_moe.PeerTimeoutError and "rank 1" in str(error) and "published" in str(error)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_moe import create_context, reference, testing
+from dist_moe.planner import dedup
 from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
@@ -48,6 +49,17 @@ def test_path_against_dense_layer(case, backend):
     inputs = case.inputs()
     results = run(case.config(), inputs, backend)
     assert_results_close(results, dense(case, inputs))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_notes_of_cases_hold(case):
+    for words, is_so in (
+        ("de-duplicated", dedup(case.config(), case.W)),
+        ("per route", not dedup(case.config(), case.W)),
+        ("recomputed", case.slot_factor is None),
+        ("one expert each", case.E == case.W),
+    ):
+        assert is_so or words not in case.note
 
 
 @pytest.mark.parametrize("K, E", [(2, 4), (4, 8)], ids=["per-route", "de-duplicated"])

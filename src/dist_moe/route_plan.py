@@ -33,5 +33,9 @@ class RoutePlan:
     pair_start_R: Tensor
     pair_output_R: Tensor
 
+    @property
+    def num_local_experts(self) -> int:
+        return len(self.row_start_P) - 1
+
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__dataclass_fields__]

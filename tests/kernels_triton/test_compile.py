@@ -10,20 +10,43 @@ from pathlib import Path
 import pytest
 from tests.kernels_triton.compile_cases import CASES
 
+from dist_moe.kernels_triton._device import DELAY_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels_triton"
 JOBS = [pytest.param(case, arch, id=f"{case.id}-sm_{arch}") for case in CASES for arch in case.archs]
+DELAYED = (
+    "barrier:_signal",
+    "barrier:_wait",
+    "barrier:_verify",
+    "combine:_combine_routes",
+    "combine:_combine_pairs",
+    "combine:_reduce",
+    "combine:_collect_score_grads",
+    "copy_x:_copy",
+    "dispatch:_dispatch_routes",
+    "dispatch:_dispatch_pairs",
+    "grouped_gemm:_rows_times_weight_kernel",
+    "grouped_gemm:_wgrad_kernel",
+    "publish:_publish",
+    "swiglu:_swiglu_kernel",
+    "swiglu:_swiglu_backward_kernel",
+)
+
+
+def compile_cases(path: Path, *ids: str, delay_ns: int = 0) -> dict:
+    """(case id, arch) -> result of these cases, or of all, from one process that does not interpret."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compile_check", *ids, "--json", path]
+    env[DELAY_VARIABLE] = str(delay_ns)
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert path.exists(), run.stdout + run.stderr
+    return {(result["id"], result["arch"]): result for result in json.loads(path.read_text())}
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory) -> dict:
-    """(case id, arch) -> result, from one process that does not interpret."""
-    path = tmp_path_factory.mktemp("compile") / "results.json"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_check", "--json", path]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert path.exists(), run.stdout + run.stderr
-    return {(result["id"], result["arch"]): result for result in json.loads(path.read_text())}
+    return compile_cases(tmp_path_factory.mktemp("compile") / "results.json")
 
 
 @pytest.mark.timeout(900)  # the first of them waits for all
@@ -31,6 +54,17 @@ def results(tmp_path_factory) -> dict:
 def test_compiles(case, arch, results):
     problems = case.problems(results[case.id, arch])
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.timeout(900)
+def test_only_a_build_with_delays_sleeps(results, tmp_path):
+    """Both builds share Triton's cache on disk, so this also shows that the option is part of its key."""
+    ids = [next(case.id for case in CASES if case.kernel == kernel) for kernel in DELAYED]
+    delayed = compile_cases(tmp_path / "delayed.json", *ids, delay_ns=20_000)
+    assert {(id, arch) for id in ids for arch in (90, 100)} <= delayed.keys()
+    assert not [key for key, result in results.items() if "nanosleep" in result["ptx"]]
+    awake = {key: result["error"] for key, result in delayed.items() if "nanosleep.u32" not in result["ptx"]}
+    assert not awake
 
 
 def test_case_ids_differ():
