@@ -1,6 +1,6 @@
 """The whole path over W ranks, beside its baseline and its floor.
 
-    torchrun --nproc-per-node 2 -m benchmarks.bench_path --shapes deepseek-v3 --commit abc1234
+    torchrun --nproc-per-node 2 -m benchmarks.bench_path --shapes deepseek-v3 --commit abc1234      or 4, or 8
     python -m benchmarks.bench_path --virtual 2           W ranks on one GPU: no link, no processes
     python -m benchmarks.bench_path --smoke               tiny, on the CPU; also under torchrun
 
@@ -90,8 +90,8 @@ class Case:
         self.inputs = draw_inputs(self.shape, self.ids, self.job.local_ranks, self.job.device)
         self.oracle = PathOracle(self.job, self.shape, self.inputs, backward=BOTH in todo)
         for direction in todo:
-            self._run_direction(rows, stage_rows, roofs, direction)
             _free(self.job)
+            self._run_direction(rows, stage_rows, roofs, direction)
 
     def _is_done(self, rows: Rows, stage_rows: Rows, direction: str) -> bool:
         about = rows.about(self.shape, self.traffic, self.routing, direction)

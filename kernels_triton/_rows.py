@@ -43,14 +43,20 @@ def peer_pointers(table_ptr, rank, offset, mask, DTYPE: tl.constexpr, ALIGNMENT:
 
 
 @triton.jit
-def spread(i, num_blocks, PARTS: tl.constexpr):
-    """The block that comes i-th, 0 <= i < PARTS * cdiv(num_blocks, PARTS): one of every part in turn.
+def num_parts(num_blocks, MOST: tl.constexpr):
+    """Parts of at least 8 blocks for `spread`, at most MOST: short parts would leave turns without a block."""
+    return tl.minimum(tl.maximum(tl.cdiv(num_blocks, 8), 1), MOST)
+
+
+@triton.jit
+def spread(turn, num_blocks, parts):
+    """The block of a turn, 0 <= turn < parts * cdiv(num_blocks, parts): one of every part, then the next of every part.
 
     Consecutive blocks are of one source rank. Taken in order, all ranks would read from rank 0 first and then from rank
     1, each over the link of that one rank. Blocks past the last come out for parts that are shorter than the others.
     Example: 5 blocks in 2 parts -> 0 3 1 4 2 5.
     """
-    return i % PARTS * tl.cdiv(num_blocks, PARTS) + i // PARTS
+    return turn % parts * tl.cdiv(num_blocks, parts) + turn // parts
 
 
 @triton.jit

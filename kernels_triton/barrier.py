@@ -21,6 +21,7 @@ from dist_moe import shapes
 
 from ._device import clock_ns, delay, poll
 from ._fault import set_fault
+from ._launch import launched
 
 RESET = tl.constexpr(shapes.RESET)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
@@ -35,6 +36,7 @@ ABORTED = tl.constexpr(shapes.FAULT_ABORTED)
 TIMEOUT = tl.constexpr(shapes.FAULT_TIMEOUT)
 
 
+@launched
 @triton.jit(do_not_specialize=["rank", "W"])
 def _signal(
     signals_table_ptr,  # [W] addresses of every rank's signals, int64 [3, W]
@@ -88,6 +90,7 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["timeout_ns", "W"])
 def _wait(
     signals_ptr,  # [3, W] int64, this rank's
@@ -132,6 +135,7 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
     _wait[(W,)](signals.own, sent_S, fault_F, timeout_ns, W, STAGE=stage, num_warps=1)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens_max", "W"])
 def _verify(
     header_table_ptr,  # [W] addresses of every rank's header, int64 [16]

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 
 from ._device import delay
-from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._launch import launched
+from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 
+@launched
 @triton.jit
 def _combine_routes(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, K, D]
@@ -32,7 +34,7 @@ def _combine_routes(
     num_slots,  # T_max * K, slots of one rank
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """Every row to the slot it came from: program p takes the blocks p, p + programs, ... of ROWS rows.
@@ -46,8 +48,9 @@ def _combine_routes(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
-    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
-        block = spread(turn, num_blocks, PARTS)
+    parts = num_parts(num_blocks, SOURCES)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
         delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
         in_use = row < num_rows
@@ -65,6 +68,7 @@ def _combine_routes(
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
 
 
+@launched
 @triton.jit
 def _combine_pairs(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
@@ -84,7 +88,7 @@ def _combine_pairs(
     num_outputs,  # T_max * J, output rows of one rank
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -99,8 +103,9 @@ def _combine_pairs(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
-        block = spread(turn, num_blocks, PARTS)
+    parts = num_parts(num_blocks, SOURCES)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
         delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
@@ -132,6 +137,7 @@ def _combine_pairs(
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def _reduce(
     out_ptr,  # [T, D] bf16
@@ -188,6 +194,7 @@ def _reduce(
             tl.store(out_ptrs, acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def _collect_score_grads(
     out_ptr,  # [T, K]
@@ -250,12 +257,13 @@ def combine(
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
             num_slots, T_max * J,
-            D=D, PAIRS=tile.rows, PARTS=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+            D=D, PAIRS=tile.rows, SOURCES=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
-            D=D, ROWS=tile.rows, PARTS=W * plan.num_local_experts, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            D=D, ROWS=tile.rows, SOURCES=W * plan.num_local_experts, BLOCK_D=tile.block_d,
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
 

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from ._device import delay
+from ._launch import launched
 from ._rows import RowTile, row_grid
 
 _TILE = RowTile(rows=1, block_d=8192)
 
 
+@launched
 @triton.jit
 def _copy(
     src_ptr,  # bf16

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 
 from ._device import delay
-from ._rows import pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._launch import launched
+from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
 
 
+@launched
 @triton.jit
 def _dispatch_routes(
     tokens_table_ptr,  # [W] int64 addresses of bf16 [2, T_max, D]
@@ -33,7 +35,7 @@ def _dispatch_routes(
     K: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
@@ -47,8 +49,9 @@ def _dispatch_routes(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
-    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
-        block = spread(turn, num_blocks, PARTS)
+    parts = num_parts(num_blocks, SOURCES)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
         delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
         in_use = row < num_rows
@@ -70,6 +73,7 @@ def _dispatch_routes(
             tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & mask_d)
 
 
+@launched
 @triton.jit
 def _dispatch_pairs(
     tokens_table_ptr,  # [W] int64 addresses of bf16 [2, T_max, D]
@@ -90,7 +94,7 @@ def _dispatch_pairs(
     J: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -105,8 +109,9 @@ def _dispatch_pairs(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    for turn in range(tl.program_id(0), PARTS * tl.cdiv(num_blocks, PARTS), tl.num_programs(0)):
-        block = spread(turn, num_blocks, PARTS)
+    parts = num_parts(num_blocks, SOURCES)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
         delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
@@ -156,10 +161,11 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
         J = min(K, W)
         _dispatch_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, num_rows_1, *into,
-            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, PARTS=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, SOURCES=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into,
-            HALF=half, K=K, D=D, ROWS=tile.rows, PARTS=W * plan.num_local_experts, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            HALF=half, K=K, D=D, ROWS=tile.rows, SOURCES=W * plan.num_local_experts, BLOCK_D=tile.block_d,
+            num_warps=tile.num_warps,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from dist_moe import shapes
 
 from ._device import num_programs, store_release
+from ._launch import launched
 
 FAULT_WORDS = tl.constexpr(shapes.FAULT_WORDS)
 MAX_OUTS = 4
@@ -25,6 +26,7 @@ def _fill_with_nan(out_ptr, num_elements, BLOCK: tl.constexpr):
             tl.store(out_ptr + i, nan, mask=i < num_elements)
 
 
+@launched
 @triton.jit(do_not_specialize=["n0", "n1", "n2", "n3"])
 def _finish(
     fault_ptr,  # int64 [FAULT_WORDS]

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dist_moe.shapes import cdiv
 
 from ._device import delay, num_programs
+from ._launch import launched
 
 MAX_ROW = 2**31 - 1  # TMA coordinates are int32
 
@@ -47,7 +48,7 @@ class Config:
 # the staged output tile fits beside them in 227 KiB. 128x256x64 with 8 warps and 3 stages was the best of a prototype's
 # tiles and mostly above torch._grouped_mm on ragged rows (H200, 2026-11-29); bench_op.py times these kernels.
 CONFIGS = {
-    (128, 256): Config(128, 256, 64, num_warps=8, num_stages=3),
+    (128, 256): Config(128, 256, 64, num_warps=8, num_stages=4),
     (128, 128): Config(128, 128, 64, num_warps=4, num_stages=4),
     (128, 64): Config(128, 64, 64, num_warps=4, num_stages=6),
     (64, 256): Config(64, 256, 64, num_warps=4, num_stages=4),
@@ -128,6 +129,7 @@ def _store_tile(out_ptr, acc, row, col, row_end, width, ACCUMULATE: tl.constexpr
 
 
 # Words of the place record are at odd and even words: no variant for each.
+@launched
 @triton.jit(do_not_specialize_on_alignment=["a_start_ptr", "out_start_ptr", "stop_ptr"])
 def _rows_times_weight_kernel(
     a_desc,  # [X, contraction] bf16
@@ -175,6 +177,7 @@ def _rows_times_weight_kernel(
         _store_tile(out_ptr, acc, row, col, row_end, width, False)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["dy_start_ptr", "x_start_ptr", "stop_ptr"])
 def _wgrad_kernel(
     dy_desc,  # [X, N] bf16
@@ -241,6 +244,13 @@ def _check_weight(op: str, name: str, w_LNK: Tensor, dtypes: tuple[torch.dtype, 
         wanted = f"contiguous {' or '.join(map(str, dtypes))} [L, N, K] with N and K multiples of 32"
         found = f"{w_LNK.dtype} {list(w_LNK.shape)}, strides {w_LNK.stride()}"
         raise ValueError(f"{op}: {name} must be {wanted}, got {found}")
+
+
+def check_wgrad(dy_XN: Tensor, x_XK: Tensor, out_LNK: Tensor) -> None:
+    """What every implementation of grouped_gemm_wgrad asks of its tensors."""
+    _check_weight("grouped_gemm_wgrad", "out_LNK", out_LNK, (torch.bfloat16, torch.float32))
+    _check_rows("grouped_gemm_wgrad", "dy_XN", dy_XN, out_LNK.shape[1])
+    _check_rows("grouped_gemm_wgrad", "x_XK", x_XK, out_LNK.shape[2])
 
 
 def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, stop_1, num_sms, config) -> None:
@@ -346,10 +356,8 @@ def grouped_gemm_wgrad(
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference.grouped_gemm_wgrad.
     """
+    check_wgrad(dy_XN, x_XK, out_LNK)
     L, N, K = out_LNK.shape
-    _check_weight("grouped_gemm_wgrad", "out_LNK", out_LNK, (torch.bfloat16, torch.float32))
-    _check_rows("grouped_gemm_wgrad", "dy_XN", dy_XN, N)
-    _check_rows("grouped_gemm_wgrad", "x_XK", x_XK, K)
     config = config or pick_config("wgrad", N, K)
     _wgrad_kernel[(num_programs(dy_XN.device, num_sms),)](
         TensorDescriptor(dy_XN, list(dy_XN.shape), [N, 1], [config.block_k, config.block_m]),

@@ -15,6 +15,7 @@ import triton.language as tl
 from dist_moe import shapes
 
 from ._fault import set_fault
+from ._launch import launched
 
 KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
     tl.constexpr(word)
@@ -71,6 +72,7 @@ def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.conste
     tl.store(place_ptr + H3, h3)
 
 
+@launched
 @triton.jit(do_not_specialize=["rank", "slot", "depth"])
 def _plan_forward(
     rank_rows_ptr,  # [W] int64
@@ -136,6 +138,7 @@ def _plan_forward(
     _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
 
 
+@launched
 @triton.jit(do_not_specialize=["rank"])
 def _plan_backward(
     saved_place_ptr,

@@ -17,6 +17,7 @@ from dist_moe import shapes
 from dist_moe.shapes import cdiv
 
 from ._device import delay
+from ._launch import launched
 
 VERSION = tl.constexpr(shapes.WIRE_VERSION)
 HEADER_VERSION = tl.constexpr(shapes.HEADER_VERSION)
@@ -63,6 +64,7 @@ def _negative_zero():
     return tl.full([], -(2**31), tl.int32).to(tl.float32, bitcast=True)  # the literal -0.0 becomes +0.0 in Triton
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens", "kind", "config_hash"])
 def _publish(
     x_ptr,  # [T, D] bf16

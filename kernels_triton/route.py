@@ -24,6 +24,7 @@ from dist_moe.route_plan import RoutePlan
 from dist_moe.shapes import cdiv
 
 from ._fault import set_fault
+from ._launch import launched
 
 HEADER_T = tl.constexpr(shapes.HEADER_T)
 NO_EXPERT = tl.constexpr(shapes.NO_EXPERT)
@@ -67,6 +68,7 @@ def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["rank"])
 def _count(
     ids_table_ptr,  # [W] addresses of int16 [T_max, K]
@@ -132,6 +134,7 @@ def _count(
     tl.store(below_row + L, below)
 
 
+@launched
 @triton.jit
 def _scan(
     below_ptr,
@@ -209,6 +212,7 @@ def _scan(
         set_fault(fault_ptr, FAULT_OVERFLOW, tl.min(tl.where(rank_rows == most, w, BLOCK_W)), most, capacity, 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["rank"])
 def _place(
     ids_ptr,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import delay, num_programs
+from ._launch import launched
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def _gate_up(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 # Words of the place record are at odd and even words: no variant for each.
+@launched
 @triton.jit(do_not_specialize_on_alignment=["h1_start_ptr", "h2_start_ptr", "num_rows_ptr", "stop_ptr"])
 def _swiglu_kernel(
     h1_ptr,  # [X, 2F] bf16
@@ -95,6 +97,7 @@ def _swiglu_kernel(
         tl.store(h2_ptr + rows * F + cols[None, :], (gate * sig * up).to(tl.bfloat16), mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["h1_start_ptr", "g2_start_ptr", "num_rows_ptr", "stop_ptr"])
 def _swiglu_backward_kernel(
     h1_ptr,  # [X, 2F] bf16, becomes d_h1

@@ -63,9 +63,12 @@ class Case:
 
 
 def load_kernel(path: str):
-    """The kernel "module:name"; a module without a dot is one of dist_moe.kernels_triton."""
+    """The jit function "module:name"; a module without a dot is one of dist_moe.kernels_triton."""
+    from dist_moe.kernels_triton._launch import Launched
+
     module, name = path.split(":")
-    return getattr(importlib.import_module(module if "." in module else f"dist_moe.kernels_triton.{module}"), name)
+    kernel = getattr(importlib.import_module(module if "." in module else f"dist_moe.kernels_triton.{module}"), name)
+    return kernel.fn if isinstance(kernel, Launched) else kernel
 
 
 def compile_case(case: Case, arch: int) -> dict:
@@ -98,6 +101,8 @@ def _compile(case: Case, arch: int):
         for i, name in enumerate(names)
         if name in case.aligned or (signature[name].startswith("*") and name not in case.unaligned)
     }
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(case.constexprs), attrs=attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -20,6 +20,8 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "
 NUM_GPUS = torch.cuda.device_count()
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 
+MAJORS = {"sm90": 9, "sm100": 10}  # of the compute capability
+
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -34,14 +36,14 @@ def _missing(item: pytest.Item) -> tuple[str, str] | None:
         wanted = marker.kwargs.get("n", marker.args[0] if marker.args else 2)
         if NUM_GPUS < wanted:
             return "ranks", f"needs {wanted} GPUs, found {NUM_GPUS}"
-    for name in ("gpu", "sanitizer", "sm100", "interpreter"):
+    for name in ("gpu", "sanitizer", "sm90", "sm100", "interpreter"):
         if item.get_closest_marker(name) is None:
             continue
         if name != "interpreter" and (NUM_GPUS == 0 or INTERPRETING):
             return name, "TRITON_INTERPRET is set" if NUM_GPUS else "no CUDA device"
         if name == "sanitizer" and SANITIZER is None:
             return name, "no compute-sanitizer"
-        if name == "sm100" and torch.cuda.get_device_capability()[0] != 10:
+        if name in MAJORS and torch.cuda.get_device_capability()[0] != MAJORS[name]:
             return name, f"the GPU is sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
         if name == "interpreter" and not INTERPRETING:
             return name, "kernels run compiled; set TRITON_INTERPRET=1"

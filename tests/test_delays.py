@@ -100,7 +100,7 @@ def test_virtual_ranks(device):
     assert_delays_change_nothing(1, _as_virtual_ranks, 2, device)
 
 
-ON_GPUS = [pytest.param(W, "cuda", marks=pytest.mark.ranks(W)) for W in (2, 4)]
+ON_GPUS = [pytest.param(W, "cuda", marks=pytest.mark.ranks(W), id=f"{W}_gpus") for W in (2, 4, 8)]
 
 
 @pytest.mark.timeout(900)

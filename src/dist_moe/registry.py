@@ -63,6 +63,14 @@ def needs_triton(call: Call) -> str | None:
     return None if call.interpreting else "kernels run on a CPU only interpreted: set TRITON_INTERPRET=1"
 
 
+def needs_hopper(call: Call) -> str | None:
+    if problem := needs_triton(call):
+        return problem
+    if call.device.type != "cuda" or call.compute_capability[0] != 9:
+        return "written for the tensor cores of compute capability 9.x"
+    return None
+
+
 def cpu_or_by_name(call: Call) -> str | None:
     return None if call.device.type == "cpu" or call.by_name else "slow on a GPU, it runs there only when named"
 
@@ -89,11 +97,12 @@ _TRITON_FILES = {
     "finish": "finish",
 }
 IMPLS = (
+    Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _TRITON_FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _TRITON_FILES),
 )
 OPS = tuple(_TRITON_FILES)
-BACKENDS = ("triton", "reference")
+BACKENDS = ("triton", "reference")  # those that have every op can be named
 
 
 def call_of(device: torch.device, backend: str | None) -> Call:

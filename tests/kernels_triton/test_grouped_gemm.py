@@ -1,5 +1,6 @@
 """Forward, dgrad and wgrad of grouped_gemm against the oracle: group sizes, tails, neighbours full of NaN, bits."""
 
+import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -94,6 +95,15 @@ KINDS = {
 def both(problem: Problem, kind: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
     op, oracle = KINDS[kind]
     return problem.rows_op(op, kind, **options), problem.rows_op(oracle, kind)
+
+
+WGRADS = {"triton": "grouped_gemm", "gluon": "wgrad_hopper"}
+
+
+@pytest.fixture(params=["triton", pytest.param("gluon", marks=pytest.mark.sm90)])
+def wgrad(request):
+    """Every implementation of grouped_gemm_wgrad that runs here."""
+    return importlib.import_module(f"dist_moe.kernels_triton.{WGRADS[request.param]}").grouped_gemm_wgrad
 
 
 # Rows times weight
@@ -199,14 +209,13 @@ def test_any_group_sizes(device, rows, N, kind):
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_wgrad_equals_the_oracle(case, dtype, accumulate, device):
+def test_wgrad_equals_the_oracle(case, dtype, accumulate, wgrad, device):
     problem = Problem(case, device)
     before = (
         torch.randn(problem.w.shape).to(device, dtype) if accumulate else torch.full_like(problem.w, NAN, dtype=dtype)
     )
     out, ref = (
-        problem.wgrad(op, before.clone(), accumulate=accumulate)
-        for op in (gemm.grouped_gemm_wgrad, reference.grouped_gemm_wgrad)
+        problem.wgrad(op, before.clone(), accumulate=accumulate) for op in (wgrad, reference.grouped_gemm_wgrad)
     )
     empty = torch.tensor(case.rows, device=device) == 0
     assert torch.equal(out[empty], before[empty] if accumulate else torch.zeros_like(before[empty]))
@@ -225,22 +234,22 @@ def test_wgrad_every_tile(config, accumulate, device):
     assert (out[2] == (1.0 if accumulate else 0.0)).all()
 
 
-def test_wgrad_nan_of_another_expert_stays_there(device):
+def test_wgrad_nan_of_another_expert_stays_there(wgrad, device):
     """The last step over expert 0's rows reads those of expert 1: neither operand may let them in."""
     problem = Problem(Case("tails", (5, 70, 9)), device)
-    clean = problem.wgrad(gemm.grouped_gemm_wgrad, torch.empty_like(problem.w), accumulate=False)
+    clean = problem.wgrad(wgrad, torch.empty_like(problem.w), accumulate=False)
     for poisoned in ("x", "dy"):
         dirty = Problem(problem.case, device)
         dirty.x, dirty.dy = problem.x.clone(), problem.dy.clone()
         getattr(dirty, poisoned)[5:75] = NAN
-        out = dirty.wgrad(gemm.grouped_gemm_wgrad, torch.empty_like(problem.w), accumulate=False)
+        out = dirty.wgrad(wgrad, torch.empty_like(problem.w), accumulate=False)
         assert torch.equal(out[[0, 2]], clean[[0, 2]]) and out[1].isnan().all()
 
 
-def test_wgrad_equal_bits(device):
+def test_wgrad_equal_bits(wgrad, device):
     problem = Problem(CASE, device)
     first, again, one = (
-        problem.wgrad(gemm.grouped_gemm_wgrad, torch.empty_like(problem.w), accumulate=False, num_sms=num_sms)
+        problem.wgrad(wgrad, torch.empty_like(problem.w), accumulate=False, num_sms=num_sms)
         for num_sms in (None, None, 1)
     )
     assert torch.equal(first, again) and torch.equal(first, one)
@@ -249,7 +258,7 @@ def test_wgrad_equal_bits(device):
 # All three
 
 
-def test_stop_leaves_without_touching_anything(device):
+def test_stop_leaves_without_touching_anything(wgrad, device):
     problem = Problem(CASE, device)
     problem.stop.fill_(1)
     problem.start_P.fill_(2**30)  # what it would read is garbage then
@@ -257,10 +266,10 @@ def test_stop_leaves_without_touching_anything(device):
         assert (problem.rows_op(op, kind) == 7.0).all()
     for accumulate in (False, True):
         out = torch.full_like(problem.w, 7.0)
-        assert (problem.wgrad(gemm.grouped_gemm_wgrad, out, accumulate=accumulate) == 7.0).all()
+        assert (problem.wgrad(wgrad, out, accumulate=accumulate) == 7.0).all()
 
 
-def test_docstring_examples(device):
+def test_docstring_examples(wgrad, device):
     start_P = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
     rows = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, device=device)[:, None].expand(3, 32).contiguous()
     w = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None, None].expand(2, 32, 32).contiguous()
@@ -272,9 +281,7 @@ def test_docstring_examples(device):
     start_P = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
     for accumulate, want in ((False, [1, 0, 5]), (True, [8, 7, 12])):
         out = torch.full((3, 32, 32), 7.0, device=device)
-        gemm.grouped_gemm_wgrad(
-            rows, zero, torch.ones_like(rows), zero, start_P, out, accumulate=accumulate, stop_1=stop
-        )
+        wgrad(rows, zero, torch.ones_like(rows), zero, start_P, out, accumulate=accumulate, stop_1=stop)
         assert out.flatten(1).unique(dim=1).flatten().tolist() == want
 
 
@@ -367,23 +374,23 @@ REAL = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", REAL, ids=[case.edge for case in REAL])
-def test_real_sizes(case, device):
-    problem = Problem(case, device)
+def test_real_sizes(case, wgrad, device):
+    problem = Problem(case, wgrad, device)
     for kind in KINDS:
         assert_close(*both(problem, kind), "gemm")
         assert_close(*both(problem, kind, rows_per_expert=64), "gemm")
     out, ref = (
         problem.wgrad(op, torch.empty(problem.w.shape, device=device), accumulate=False)
-        for op in (gemm.grouped_gemm_wgrad, reference.grouped_gemm_wgrad)
+        for op in (wgrad, reference.grouped_gemm_wgrad)
     )
     assert_close(out, ref, "gemm")
 
 
 @pytest.mark.gpu
-def test_wgrad_past_two_to_the_31_elements(device):
+def test_wgrad_past_two_to_the_31_elements(wgrad, device):
     problem = Problem(Case("far", (0,) * 128 + (3,), N=32, K=32), device)
     dy, x = problem.dy.repeat(1, 128), problem.x.repeat(1, 128)
     zero, out = problem.stop, torch.zeros(129, 4096, 4096, dtype=torch.bfloat16, device=device)
-    gemm.grouped_gemm_wgrad(dy, zero, x, zero, problem.start_P, out, accumulate=True, stop_1=zero)
+    wgrad(dy, zero, x, zero, problem.start_P, out, accumulate=True, stop_1=zero)
     assert_close(out[128], (dy.float().T @ x.float()).bfloat16(), "gemm")
     assert not out[:128].any()

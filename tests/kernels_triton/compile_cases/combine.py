@@ -23,9 +23,9 @@ def combine_case(pairs: bool, D: int, backward: bool) -> Case:
     constexprs = {"D": D, "BLOCK_D": tile.block_d, **({} if backward else nothing(*GRADS))}
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, "PARTS": 2, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {"PAIRS": tile.rows, "SOURCES": 2, **(nothing("row_scores_ptr") if backward else {})}
     else:
-        constexprs |= {"ROWS": tile.rows, "PARTS": 128}
+        constexprs |= {"ROWS": tile.rows, "SOURCES": 128}
     return Case(
         f"combine:{'_combine_pairs' if pairs else '_combine_routes'}",
         types,

@@ -13,7 +13,7 @@ ROWS = {"num_rows_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "row_s
 
 def case(pairs: bool, D: int, half: int) -> Case:
     tile = pick_row_tile(D)
-    sizes = {"J": 2, "PAIRS": tile.rows, "PARTS": 2} if pairs else {"ROWS": tile.rows, "PARTS": 128}
+    sizes = {"J": 2, "PAIRS": tile.rows, "SOURCES": 2} if pairs else {"ROWS": tile.rows, "SOURCES": 128}
     return Case(
         f"dispatch:{'_dispatch_pairs' if pairs else '_dispatch_routes'}",
         {**TABLES, **(PAIRS if pairs else {}), **ROWS, "T_max": "i32"},

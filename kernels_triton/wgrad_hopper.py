@@ -1,0 +1,215 @@
+"""Weight gradients of the grouped GEMM on sm_90, in Gluon; elsewhere grouped_gemm.grouped_gemm_wgrad runs.
+
+    out[e] = round(dy_e.T @ x_e)    or    round(fp32(out[e]) + dy_e.T @ x_e)
+
+Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
+
+An expert of 512 rows is eight steps a tile, so what stands between two tiles decides: one warp keeps a ring of stages
+filled across tiles by TMA while eight multiply, and a tile leaves through shared memory by a TMA store that runs under
+the next tile. Plain Triton can have neither: its loop over steps drains at every tile, and the masked tail of a tile
+is a step that nothing overlaps.
+
+The last step of an expert may hold rows behind its end, which are another expert's or NaN: the multiplying warps write
+zeros over them in the ring, in both operands (0 * NaN is NaN), before the tensor cores read it.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ._device import num_programs
+from ._launch import launched
+from .grouped_gemm import GROUP_M, Config, check_wgrad
+
+CONFIGS = {
+    torch.bfloat16: Config(128, 256, 64, num_warps=8, num_stages=3),
+    torch.float32: Config(128, 128, 64, num_warps=8, num_stages=4),
+}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+@gluon.jit
+def _tile(tile, row_start_ptr, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """Expert, row and column of the tile in out[expert], and the expert's rows: as in grouped_gemm."""
+    num_tiles_m = gl.cdiv(N, BLOCK_M)
+    num_tiles_n = gl.cdiv(K, BLOCK_N)
+    expert = tile // (num_tiles_m * num_tiles_n)
+    place = tile % (num_tiles_m * num_tiles_n)
+    group = place // (GROUP_M * num_tiles_n)
+    group_size = gl.minimum(num_tiles_m - group * GROUP_M, GROUP_M)
+    place = place % (GROUP_M * num_tiles_n)
+    m = (group * GROUP_M + place % group_size) * BLOCK_M
+    n = place // group_size * BLOCK_N
+    return expert, m, n, gl.load(row_start_ptr + expert), gl.load(row_start_ptr + expert + 1)
+
+
+@gluon.jit
+def _produce(tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M: gl.constexpr):
+    """One warp: the rows of every tile into the ring, a step a stage, as stages become empty."""
+    row_start_ptr, num_tiles, N, K = tiles
+    dy_ring, x_ring, full, empty = rings
+    STAGES: gl.constexpr = dy_ring.shape[0]
+    BLOCK_K: gl.constexpr = dy_ring.shape[1]
+    BLOCK_M: gl.constexpr = dy_ring.shape[2]
+    BLOCK_N: gl.constexpr = x_ring.shape[2]
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+        for row in range(row_start, row_end, BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _keep_rows(ring_stage, num_rows):
+    """Zeros over the rows of a stage from num_rows on."""
+    ROWS: gl.constexpr = ring_stage.shape[0]
+    COLS: gl.constexpr = ring_stage.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [8, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    values = ring_stage.load(LAYOUT)
+    ring_stage.store(gl.where((rows < num_rows)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, GROUP_M: gl.constexpr):
+    """Eight warps: the products of every tile, and its way out."""
+    row_start_ptr, num_tiles, N, K = tiles
+    dy_ring, x_ring, full, empty = rings
+    STAGES: gl.constexpr = dy_ring.shape[0]
+    BLOCK_K: gl.constexpr = dy_ring.shape[1]
+    BLOCK_M: gl.constexpr = dy_ring.shape[2]
+    BLOCK_N: gl.constexpr = x_ring.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
+    out_MN = out_tile.reshape([BLOCK_M, BLOCK_N])
+    step = 0
+    num_loads = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+        if row_start < row_end or not ACCUMULATE:
+            if ACCUMULATE:
+                tma.store_wait(0)
+                mbarrier.expect(old, out_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(out_desc, [expert, m, n], old, out_tile)
+            acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=ACC)
+            for row in range(row_start, row_end, BLOCK_K):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                if row + BLOCK_K > row_end:
+                    _keep_rows(dy_ring.index(stage), row_end - row)
+                    _keep_rows(x_ring.index(stage), row_end - row)
+                    fence_async_shared()
+                    gl.thread_barrier()
+                acc = warpgroup_mma(dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row > row_start)
+                step += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row_start < row_end)
+            if ACCUMULATE:
+                mbarrier.wait(old, num_loads & 1)
+                num_loads += 1
+                acc += out_MN.load(ACC).to(gl.float32)
+            else:
+                tma.store_wait(0)
+            out_MN.store(acc.to(out_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [expert, m, n], out_tile)
+    tma.store_wait(0)
+
+
+@launched
+@gluon.jit(do_not_specialize_on_alignment=["dy_start_ptr", "x_start_ptr", "stop_ptr"])
+def _wgrad_kernel(
+    dy_desc,  # [X, N] bf16
+    dy_start_ptr,  # [1] i64
+    x_desc,  # [X, K] bf16
+    x_start_ptr,  # [1] i64
+    out_desc,  # [L, N, K] bf16 or fp32
+    row_start_ptr,  # [L + 1] i32
+    stop_ptr,  # [1] i64
+    L,
+    N,
+    K,
+    ACCUMULATE: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Program p takes tiles p, p + programs, ... of the [L, N, K] outputs; example: grouped_gemm._wgrad_kernel."""
+    if gl.load(stop_ptr) != 0:
+        return
+    BLOCK_K: gl.constexpr = dy_desc.block_type.shape[0]
+    BLOCK_M: gl.constexpr = dy_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = x_desc.block_type.shape[1]
+    dy_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_M], dy_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], x_desc.layout)
+    out_tile = gl.allocate_shared_memory(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(old, count=1)
+    fence_async_shared()
+    num_tiles = L * gl.cdiv(N, BLOCK_M) * gl.cdiv(K, BLOCK_N)
+    dy_start = gl.load(dy_start_ptr).to(gl.int32)
+    x_start = gl.load(x_start_ptr).to(gl.int32)
+    tiles = (row_start_ptr, num_tiles, N, K)
+    rings = (dy_ring, x_ring, full, empty)
+    gl.warp_specialize(
+        [
+            (_multiply, (tiles, rings, out_desc, out_tile, old, ACCUMULATE, GROUP_M)),
+            (_produce, (tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+def shared_layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile that TMA moves lies in shared memory: swizzled as the tensor cores read it."""
+    return gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+
+
+def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, shared_layout(block, t.dtype))
+
+
+def grouped_gemm_wgrad(
+    dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, out_LNK, *, accumulate, stop_1, num_sms=None, config=None
+) -> None:
+    """Arguments, errors and result: grouped_gemm.grouped_gemm_wgrad."""
+    check_wgrad(dy_XN, x_XK, out_LNK)
+    L, N, K = out_LNK.shape
+    config = config or CONFIGS[out_LNK.dtype]
+    _wgrad_kernel[(num_programs(dy_XN.device, num_sms),)](
+        _descriptor(dy_XN, [config.block_k, config.block_m]),
+        dy_start_1,
+        _descriptor(x_XK, [config.block_k, config.block_n]),
+        x_start_1,
+        _descriptor(out_LNK, [1, config.block_m, config.block_n]),
+        row_start_P,
+        stop_1,
+        L,
+        N,
+        K,
+        ACCUMULATE=accumulate,
+        STAGES=config.num_stages,
+        GROUP_M=GROUP_M,
+        num_warps=config.num_warps,
+    )

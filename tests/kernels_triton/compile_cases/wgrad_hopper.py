@@ -1,0 +1,47 @@
+"""wgrad_hopper: Gluon, for sm_90 alone."""
+
+import torch
+from tests.compile_check import Case
+
+from dist_moe.kernels_triton.grouped_gemm import GROUP_M
+from dist_moe.kernels_triton.wgrad_hopper import CONFIGS, shared_layout
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def desc(dtype: torch.dtype, *block: int) -> str:
+    return f"tensordesc<{NAMES[dtype]}{list(block)},{shared_layout(list(block), dtype)!r}>"
+
+
+def case(dtype: torch.dtype, accumulate: bool) -> Case:
+    config = CONFIGS[dtype]
+    return Case(
+        "wgrad_hopper:_wgrad_kernel",
+        {
+            "dy_desc": desc(torch.bfloat16, config.block_k, config.block_m),
+            "dy_start_ptr": "*i64",
+            "x_desc": desc(torch.bfloat16, config.block_k, config.block_n),
+            "x_start_ptr": "*i64",
+            "out_desc": desc(dtype, 1, config.block_m, config.block_n),
+            "row_start_ptr": "*i32",
+            "stop_ptr": "*i64",
+            "L": "i32",
+            "N": "i32",
+            "K": "i32",
+        },
+        {"ACCUMULATE": accumulate, "STAGES": config.num_stages, "GROUP_M": GROUP_M},
+        name=f"{config.block_m}x{config.block_n}-{NAMES[dtype]}-{'accumulate' if accumulate else 'overwrite'}",
+        num_warps=config.num_warps,
+        aligned=("N", "K"),
+        unaligned=("dy_start_ptr", "x_start_ptr", "stop_ptr"),
+        expect=(
+            "cp.async.bulk.tensor.2d.shared::cluster.global",
+            "cp.async.bulk.tensor.3d.global.shared::cta",
+            f"wgmma.mma_async.sync.aligned.m64n{config.block_n}k16.f32.bf16.bf16",
+            "setmaxnreg",
+        ),
+        archs=(90,),
+    )
+
+
+CASES = tuple(case(dtype, accumulate) for dtype in CONFIGS for accumulate in (False, True))
