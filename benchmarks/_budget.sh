@@ -1,4 +1,4 @@
-# Sourced by scripts `MODE [COMMIT] [RESULTS]` for machines that are lent by the minute. They set budget, in seconds.
+# Sourced by scripts `MODE [COMMIT] [RESULTS]` that end in time: they set budget, in seconds.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

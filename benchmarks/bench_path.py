@@ -26,7 +26,7 @@ from .launch import Job, Miss
 from .ours import BOTH, DIRECTIONS, FORWARD, INFERENCE, Ours
 from .record import Rows, parse, parser
 from .roofs import Roofs, Work, measure_roofs, total
-from .shapes import SHAPES, Shape, Traffic, draw_inputs, memory_bytes
+from .shapes import SCHEMES, SHAPES, Shape, Traffic, always_choose, draw_inputs, memory_bytes
 from .stages import measure_stages, stage_works
 from .timing import Method, capture, measure
 
@@ -201,10 +201,13 @@ def main(argv: list[str] | None = None) -> int:
         default=["ours", "graph", "baseline", "floor"],
         help="stages: a table of every op of the path",
     )
+    options.add_argument("--scheme", choices=SCHEMES, help="of the exchange; default: what the path chooses")
     options.add_argument("--backend", help="of our ops; default: the best that runs")
     args = parse(options, argv)
     if args.smoke and args.virtual is None and not launch.under_torchrun():
         args.virtual = 2
+    if args.scheme:
+        always_choose(args.scheme)
     job = launch.start(virtual=args.virtual, cpu=args.smoke)
     rows, stage_rows = Rows(job, "path", args), Rows(job, "stages", args)
     try:

@@ -13,14 +13,14 @@ import torch
 
 from .launch import Job
 from .roofs import Roofs, Work
-from .shapes import SHAPES, SMOKE, Shape, Traffic
+from .shapes import SHAPES, SMOKE, Shape, Traffic, scheme_of
 from .timing import Times
 
 RESULTS = Path(__file__).parent / "results"
 UNKNOWN = "unknown"
 
 # What tells one measurement from another; a row that is there with this commit is not measured again.
-KEY = ("commit", "gpu", "bench", "shape", "routing", "T", "W", "where", "direction", "method")
+KEY = ("commit", "gpu", "bench", "shape", "routing", "T", "W", "where", "scheme", "direction", "method")
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -82,6 +82,7 @@ class Rows:
         """The fields that say what was measured."""
         sizes = {"D": shape.D, "F": shape.F, "E": shape.E, "K": shape.K, "T": max(traffic.tokens_W), "W": traffic.W}
         what = {"shape": shape.name, "routing": routing, "direction": direction, "where": self._job.where}
+        what["scheme"] = scheme_of(traffic)
         return what | sizes | traffic.balance()
 
     def has(self, about: dict, method: str) -> bool:

@@ -59,19 +59,19 @@ def path_tables(rows: list[Row]) -> list[str]:
     texts = []
     for (T, W, place, routing), group in grouped(rows, "T", "W", "where", "routing").items():
         lines = []
-        for (shape, direction), methods in grouped(group, "shape", "direction").items():
+        for (shape, scheme, direction), methods in grouped(group, "shape", "scheme", "direction").items():
             by = {row["method"]: row for row in methods}
             if (best := best_of_ours(methods)) is None:
                 continue
             floor, baseline = best["floor_us"], best["baseline_us"]
             times = [by[name]["us"] if name in by else None for name in ("ours", "ours-graph")]
             lines.append(
-                [shape, direction, *map(_ms, [*times, baseline, floor])]
+                [f"{shape}, {scheme}", direction, *map(_ms, [*times, baseline, floor])]
                 + [f"{best['us'] / floor:.2f}" if floor else "", f"{baseline / best['us']:.2f}" if baseline else ""]
                 + [f"{best['tflops']:.0f}", f"{best['roof_share']:.0%}"]
             )
-        header = ["model", "direction", "ours, ms", "graph", "baseline", "floor", "ours / floor", "baseline / ours"]
-        header += ["TFLOP/s a GPU", "of the roof"]
+        header = ["model, exchange", "direction", "ours, ms", "graph", "baseline", "floor"]
+        header += ["ours / floor", "baseline / ours", "TFLOP/s a GPU", "of the roof"]
         title = f"Path, {W} ranks ({place}), T={T} a rank, {routing}\n{where(group[-1])}"
         texts.append(f"{title}\n\n{table(header, lines)}")
     return texts
@@ -82,15 +82,15 @@ def skew_tables(rows: list[Row]) -> list[str]:
     texts = []
     for (T, W, place), group in grouped(rows, "T", "W", "where").items():
         lines, ratios = [], []
-        for (shape, direction), cell in grouped(group, "shape", "direction").items():
+        for (shape, scheme, direction), cell in grouped(group, "shape", "scheme", "direction").items():
             best = [row for methods in grouped(cell, "routing").values() if (row := best_of_ours(methods))]
             for row in sorted(best, key=skew):
                 ratio = row["baseline_us"] / row["us"] if row["baseline_us"] else None
                 ratios += [ratio] if ratio else []
-                line = [f"{shape}, {direction}, {row['routing']}", f"{skew(row):.2f}", _ms(row["us"])]
+                line = [f"{shape}, {scheme}, {direction}, {row['routing']}", f"{skew(row):.2f}", _ms(row["us"])]
                 lines.append([*line, _ms(row["baseline_us"]), f"{ratio:.2f}" if ratio else ""])
         if len(grouped(group, "routing")) > 1 and ratios:
-            header = ["model, direction, routing", "skew", "ours, ms", "baseline, ms", "baseline / ours"]
+            header = ["model, exchange, direction, routing", "skew", "ours, ms", "baseline, ms", "baseline / ours"]
             title = f"Path under skew, {W} ranks ({place}), T={T} a rank; least baseline / ours {min(ratios):.2f}"
             texts.append(f"{title}\n{where(group[-1])}\n\n{table(header, lines)}")
     return texts

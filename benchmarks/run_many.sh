@@ -39,6 +39,9 @@ skews=(balanced "zipf(1.0)" "hot_rank(2.0)")
 ((W == 4)) || skews+=("hot_rank(4.0)")
 lean=(--methods ours graph baseline)
 path even --routings uniform --tokens 8192 --methods ours graph baseline floor stages
+for scheme in "per route" "de-duplicated"; do
+  path "$scheme" --scheme "$scheme" --routings uniform --tokens 8192 --methods ours graph
+done
 path skewed --routings "${skews[@]}" --tokens 8192 "${lean[@]}"
 path "one rank" --routings one_rank --tokens 8192 "${lean[@]}"
 path half --routings uniform "${skews[@]}" one_rank --tokens 4096 "${lean[@]}"

@@ -135,9 +135,22 @@ def config_of(traffic: Traffic, *, inference: bool = False) -> Config:
     return replace(config, activation_slot_bytes=slot_bytes)
 
 
+SCHEMES = {"per route": (10**9, 1), "de-duplicated": (0, 1)}  # name of an exchange: the border that always chooses it
+
+
+def scheme_of(traffic: Traffic) -> str:
+    """The exchange that the path chooses."""
+    return "de-duplicated" if planner.dedup(config_of(traffic, inference=True), traffic.W) else "per route"
+
+
+def always_choose(scheme: str) -> None:
+    """Of all Contexts of this process from now on: to measure the exchange that the path would not choose."""
+    planner.DEDUP_MIN_ROUTES = SCHEMES[scheme]
+
+
 def load_of(traffic: Traffic, rank: int) -> Load:
-    """The rank's load under the exchange that the path would choose."""
-    return traffic.load(rank, dedup=planner.dedup(config_of(traffic, inference=True), traffic.W))
+    """The rank's load under the exchange that the path chooses."""
+    return traffic.load(rank, dedup=scheme_of(traffic) == "de-duplicated")
 
 
 def memory_bytes(

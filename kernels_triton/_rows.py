@@ -1,10 +1,13 @@
 """What the kernels that move rows share: the tile, the grid, and how row maps and address tables are read."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+from dist_moe.shapes import next_power_of_2
 
 from ._device import is_interpreting, num_programs
 
@@ -19,9 +22,10 @@ class RowTile:
     programs_per_sm: int = 2
 
 
+@functools.cache
 def pick_row_tile(hidden_dim: int) -> RowTile:
     """16 KB in flight a program: 8 rows by 2 KB, or more of shorter rows; blocks of 1024 waste little on odd widths."""
-    block_d = min(1024, triton.next_power_of_2(hidden_dim))
+    block_d = min(1024, next_power_of_2(hidden_dim))
     return RowTile(rows=min(8192 // block_d, 64), block_d=block_d)
 
 

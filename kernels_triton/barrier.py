@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from dist_moe import shapes
+from dist_moe.shapes import next_power_of_2
 
 from ._device import clock_ns, delay, poll
 from ._fault import set_fault
@@ -85,7 +86,7 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
         rank,
         W,
         STAGE=stage,
-        BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_W=next_power_of_2(W),
         num_warps=1,
     )
 
@@ -180,4 +181,4 @@ def _verify(
 def verify(*, header, num_tokens_max, rank, fault_F):
     """Compare all ranks' headers. Arguments and result: reference.verify."""
     W = len(header.peers)
-    _verify[(1,)](header.table_W, fault_F, num_tokens_max, W, BLOCK_W=triton.next_power_of_2(W), num_warps=1)
+    _verify[(1,)](header.table_W, fault_F, num_tokens_max, W, BLOCK_W=next_power_of_2(W), num_warps=1)

@@ -15,6 +15,8 @@ to fused multiply-add (enable_fp_fusion=False), so that GPU, interpreter and ora
 import triton
 import triton.language as tl
 
+from dist_moe.shapes import cdiv, next_power_of_2
+
 from ._device import delay
 from ._launch import launched
 from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
@@ -283,7 +285,7 @@ def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, nu
     tile = pick_row_tile(D)
     _reduce[row_grid(out_TD.device, tile, num_sms)](
         out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own, stop_1, T, out_TD.stride(0),
-        W=W if dedup else 0, L=num_experts // W, K=K, K2=triton.next_power_of_2(K), J=J, D=D,
+        W=W if dedup else 0, L=num_experts // W, K=K, K2=next_power_of_2(K), J=J, D=D,
         TOKENS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -299,9 +301,9 @@ def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):
     T, K = ids_TK.shape
     if T == 0:
         return
-    K2 = triton.next_power_of_2(K)
+    K2 = next_power_of_2(K)
     TOKENS = max(1, 1024 // K2)
-    _collect_score_grads[(triton.cdiv(T, TOKENS),)](
+    _collect_score_grads[(cdiv(T, TOKENS),)](
         out_TK, ids_TK, score_grads.own, stop_1, T, num_experts, *out_TK.stride(), *ids_TK.stride(),
         K=K, K2=K2, TOKENS=TOKENS,
     )  # fmt: skip

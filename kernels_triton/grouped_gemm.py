@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_moe.shapes import cdiv
+from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay, num_programs
 from ._launch import launched
@@ -276,7 +276,7 @@ def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, s
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        BLOCK_L=max(32, triton.next_power_of_2(L)),  # few variants to compile
+        BLOCK_L=max(32, next_power_of_2(L)),  # few variants to compile
         GROUP_M=GROUP_M,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

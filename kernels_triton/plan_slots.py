@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dist_moe import shapes
+from dist_moe.shapes import next_power_of_2
 
 from ._fault import set_fault
 from ._launch import launched
@@ -238,7 +239,7 @@ def plan_forward(
         g.total_bytes,
         SAVE=save,
         TRAINING=g.training,
-        BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_W=next_power_of_2(W),
         num_warps=1,
     )
 
@@ -278,6 +279,6 @@ def plan_backward(
         g.x_bytes,
         g.total_bytes,
         TRAINING=g.training,
-        BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_W=next_power_of_2(W),
         num_warps=1,
     )

@@ -13,6 +13,7 @@ touches data, and each launch needs only what earlier launches wrote.
 Reads peers' `ids` and `header` after the wait PUBLISHED; writes local memory only. Every rank finds the same faults.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ import triton.language as tl
 
 from dist_moe import shapes
 from dist_moe.route_plan import RoutePlan
-from dist_moe.shapes import cdiv
+from dist_moe.shapes import align, cdiv, next_power_of_2
 
 from ._fault import set_fault
 from ._launch import launched
@@ -47,6 +48,7 @@ class Config:
     place_warps: int = 2
 
 
+@functools.cache
 def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
     """Blocks of up to 64 tokens and 4096 slots; _place in tiles of 64 tokens x 16 experts.
 
@@ -55,16 +57,16 @@ def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
     ranks on one H200, T = 8192, K = 8, E = 256, microseconds of _count + _scan + _place: W = 1: 3 + 3 + 10 (blocks of
     32 tokens: 3 + 4 + 12); W = 8: 5 + 7 + 16 (6 + 12 + 17). 2026-11-29, kernel times of torch.profiler.
     """
-    block_k = triton.next_power_of_2(K)
-    block_t = max(1, min(64, 4096 // block_k, triton.next_power_of_2(T_max)))
-    num_blocks, experts = W * cdiv(T_max, block_t), triton.next_power_of_2(L)
+    block_k = next_power_of_2(K)
+    block_t = max(1, min(64, 4096 // block_k, next_power_of_2(T_max)))
+    num_blocks, experts = W * cdiv(T_max, block_t), next_power_of_2(L)
     return Config(
         block_t=block_t,
         block_k=block_k,
         count_e=min(max(experts, 32), 256),
         count_warps=4 if block_k <= 4096 else 16,
         place_e=min(experts, 16),
-        scan_b=min(max(triton.next_power_of_2(num_blocks), 32), 512),
+        scan_b=min(max(next_power_of_2(num_blocks), 32), 512),
     )
 
 
@@ -318,9 +320,11 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         pair_start_R=table(capacity_rows),
         pair_output_R=table(capacity_rows),
     )
-    ids_WTK = table(W, T_max, K, dtype=torch.int16)
-    below_BP, earlier_BL, owner_rows_BW = table(num_blocks, L + 1), table(num_blocks, L), table(num_blocks, W)
-    pairs_B, invalid_B, first_pair_B, first_route_B = table(4, num_blocks)
+    # What the launches tell each other, in one allocation; every part starts at a multiple of 16 bytes.
+    B, ids_words = align(num_blocks, 4), align(cdiv(W * T_max * K, 2), 4)
+    sizes = [ids_words, B * (L + 1), B * L, B * W, B, B, B, B]
+    own_ids, below_BP, earlier_BL, owner_rows_BW, *by_block = table(sum(sizes)).split_with_sizes(sizes)
+    ids_WTK, (pairs_B, invalid_B, first_pair_B, first_route_B) = own_ids.view(torch.int16), by_block
 
     _count[(num_blocks,)](
         ids.table_W,
@@ -340,7 +344,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
         BLOCK_E=config.count_e,
-        BLOCK_W=max(32, triton.next_power_of_2(W)),
+        BLOCK_W=max(32, next_power_of_2(W)),
         num_warps=config.count_warps,
     )
     _scan[(cdiv(L + 1, config.scan_e) + 1,)](
@@ -363,7 +367,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         K=K,
         BLOCK_B=config.scan_b,
         BLOCK_E=config.scan_e,
-        BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_W=next_power_of_2(W),
         num_warps=config.scan_warps,
     )
     _place[(num_blocks, cdiv(L, config.place_e))](
@@ -386,7 +390,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         K=K,
         BLOCK_T=config.block_t,
         BLOCK_E=config.place_e,
-        BLOCK_W=min(triton.next_power_of_2(W), 8),
+        BLOCK_W=min(next_power_of_2(W), 8),
         UNROLL=min(config.block_k, 8),
         num_warps=config.place_warps,
     )

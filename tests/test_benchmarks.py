@@ -13,10 +13,10 @@ from benchmarks import bench_op, bench_path, checks, report
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
-from benchmarks.shapes import MODELS, ROUTINGS, SMOKE, Shape, Traffic, config_of, load_of, memory_bytes
+from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SMOKE, Shape, Traffic, config_of, load_of, memory_bytes
 from benchmarks.timing import Method, measure, summarize
 
-from dist_moe import plan_memory, reference, testing
+from dist_moe import plan_memory, planner, reference, testing
 
 ROOT = Path(__file__).parents[1]
 H200_BYTES = 139 * 2**30
@@ -305,12 +305,22 @@ def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys)
     assert "has its rows" in capsys.readouterr().out
 
 
+def test_either_scheme_is_measured_when_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "DEDUP_MIN_ROUTES", planner.DEDUP_MIN_ROUTES)  # as before, afterwards
+    for scheme in SCHEMES:
+        assert run_smoke(bench_path, "--scheme", scheme, "--virtual", "2", "--results", str(tmp_path)) == 0
+    found = {row["scheme"]: row["link_bytes"] for row in lines(tmp_path, "path") if row["method"] == "ours"}
+    assert found.keys() == SCHEMES.keys() and found["per route"] > found["de-duplicated"] > 0
+
+
 def test_report_prints_a_table_of_each_kind(smokes, capsys):
     for folder in smokes.values():
         assert report.main(["--results", str(folder), "--commit", COMMIT]) == 0
     text = capsys.readouterr().out
-    assert "| smoke | forward+backward |" in text and "| smoke w13 |" in text and "| forward: dispatch |" in text
-    assert text.count("Path under skew") == 1 and "| smoke, forward+backward, one_rank | 4.00 |" in text
+    of_path = f"| smoke, {lines(smokes['virtual'], 'path')[0]['scheme']} | forward+backward |"
+    for line in (of_path, "| smoke w13 |", "| forward: dispatch |"):
+        assert line in text
+    assert text.count("Path under skew") == 1 and ", forward+backward, one_rank | 4.00 |" in text
     assert report.main(["--results", str(smokes["op"]), "--commit", "another"]) == 0
     assert "no rows" in capsys.readouterr().out
 

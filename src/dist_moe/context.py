@@ -483,15 +483,24 @@ def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regio
     def words(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=world.device)
 
-    on_gpu = world.device.type == "cuda"
+    def rows(width: int) -> Tensor:
+        num_rows = len(elements) // width
+        return elements[: num_rows * width].view(num_rows, width)
+
+    on_gpu, D, F = world.device.type == "cuda", config.hidden_dim, config.intermediate_dim
+    buffer = torch.empty(plan.total_device_buffer_bytes, dtype=torch.uint8, device=world.device)
+    elements, fault_F = buffer[: len(buffer) // 2 * 2].view(torch.bfloat16), words(shapes.FAULT_WORDS)
     return moe.LocalRank(
         rank=rank,
         regions=regions,
-        buffer=torch.empty(plan.total_device_buffer_bytes, dtype=torch.uint8, device=world.device),
+        buffer=buffer,
+        elements=elements,
+        rows={width: rows(width) for width in (D, F, 2 * F)},
         slot_used_NW=words(plan.num_activation_slots, world.size),
         slot_layers_N=words(plan.num_activation_slots),
         slot_calls_NM=words(plan.num_activation_slots, config.max_moe_layers_per_activation_slot),
-        fault_F=words(shapes.FAULT_WORDS),
+        fault_F=fault_F,
+        stop_1=fault_F[:1],
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
         sent_S=words(shapes.NUM_STAGES),
         call_1=words(1),

@@ -24,6 +24,8 @@ from .route_plan import RoutePlan
 from .shapes import Activation, Geometry
 from .symm import Region
 
+_ONE_BY_ONE = [1] * shapes.PLACE_WORDS
+
 
 @dataclass(frozen=True)
 class Path:
@@ -58,10 +60,13 @@ class LocalRank:
     rank: int
     regions: dict[str, Region]
     buffer: Tensor  # uint8, slots and scratch
+    elements: Tensor  # the buffer as bf16
+    rows: dict[int, Tensor]  # by width: the buffer as bf16 rows
     slot_used_NW: Tensor
     slot_layers_N: Tensor
     slot_calls_NM: Tensor  # which call saved each layer, M = most layers of a slot
     fault_F: Tensor
+    stop_1: Tensor  # the word of the fault under which ops leave
     host_fault_F: Tensor  # pinned on a GPU
     sent_S: Tensor
     call_1: Tensor
@@ -71,21 +76,8 @@ class LocalRank:
         regions = self.__dict__.get("regions", {})
         if name not in regions:
             raise AttributeError(name)
+        self.__dict__[name] = regions[name]  # next time it is found without this call
         return regions[name]
-
-    @property
-    def stop_1(self) -> Tensor:
-        """The device word under which ops leave: the fault."""
-        return self.fault_F[:1]
-
-    def rows_of(self, width: int) -> Tensor:
-        """The whole activation buffer as bf16 rows of this width."""
-        num_rows = self.buffer.numel() // (2 * width)
-        return self.buffer[: num_rows * 2 * width].view(torch.bfloat16).view(num_rows, width)
-
-    @property
-    def elements(self) -> Tensor:
-        return self.buffer[: self.buffer.numel() // 2 * 2].view(torch.bfloat16)
 
 
 @dataclass
@@ -103,6 +95,7 @@ class ForwardCall:
     depth: int = 1
     plan: RoutePlan | None = None
     place: Tensor | None = None
+    words: tuple[Tensor, ...] = ()  # of place
 
 
 @dataclass
@@ -121,10 +114,12 @@ class BackwardCall:
     grad_w13_L2FD: Tensor | None
     grad_w2_LDF: Tensor | None
     place: Tensor | None = None
+    words: tuple[Tensor, ...] = ()
 
 
-def _at(place: Tensor, word: int) -> Tensor:
-    return place[word : word + 1]
+def _words(place: Tensor) -> tuple[Tensor, ...]:
+    """Every word of a place record as a tensor of one."""
+    return place.split_with_sizes(_ONE_BY_ONE)
 
 
 def _new_place(r: LocalRank) -> Tensor:
@@ -179,7 +174,7 @@ def _dispatch(path: Path, r: LocalRank, plan: RoutePlan, half: int, start_1: Ten
         half=half,
         scores=r.scores,
         dedup=path.dedup,
-        rows_XD=r.rows_of(path.hidden_dim),
+        rows_XD=r.rows[path.hidden_dim],
         start_1=start_1,
         row_scores_R=row_scores_R,
         stop_1=stop_1,
@@ -187,13 +182,13 @@ def _dispatch(path: Path, r: LocalRank, plan: RoutePlan, half: int, start_1: Ten
     )
 
 
-def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, place: Tensor, stop_1: Tensor) -> None:
+def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, words, stop_1: Tensor) -> None:
     path.ops.grouped_gemm(
-        r.rows_of(path.hidden_dim),
-        _at(place, shapes.PLACE_XR),
+        r.rows[path.hidden_dim],
+        words[shapes.PLACE_XR],
         w13_L2FD,
-        r.rows_of(2 * path.intermediate_dim),
-        _at(place, shapes.PLACE_H1),
+        r.rows[2 * path.intermediate_dim],
+        words[shapes.PLACE_H1],
         plan.row_start_P,
         stop_1=stop_1,
         **path.tiles,
@@ -220,6 +215,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             fault_F=r.fault_F,
         )
         c.place = _new_place(r)
+        c.words = _words(c.place)
         ops.plan_forward(
             c.plan.rank_rows_W,
             rank=r.rank,
@@ -235,19 +231,19 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             fault_F=r.fault_F,
         )
         if c.save:
-            x_places = (r.tokens.own, r.zero_1, r.elements, _at(c.place, shapes.PLACE_X))
-            skip = _at(c.place, shapes.PLACE_SKIP)
+            x_places = (r.tokens.own, r.zero_1, r.elements, c.words[shapes.PLACE_X])
+            skip = c.words[shapes.PLACE_SKIP]
             ops.copy_x(*x_places, c.x_TD.shape[0], D, stop_1=skip, num_sms=path.num_sms)
 
     scores = [_row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
-        _dispatch(path, r, c.plan, 0, _at(c.place, shapes.PLACE_XR), row_scores_R, r.stop_1)
-        _w13(path, r, c.w13_L2FD, c.plan, c.place, r.stop_1)
-        h2 = (r.rows_of(F), _at(c.place, shapes.PLACE_H2))
-        h3 = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
+        _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
+        _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
+        h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
+        h2 = (r.rows[F], c.words[shapes.PLACE_H2])
+        h3 = (r.rows[D], c.words[shapes.PLACE_H3])
         ops.swiglu(
-            r.rows_of(2 * F),
-            _at(c.place, shapes.PLACE_H1),
+            *h1,
             *h2,
             c.plan.row_start_P,
             activation=path.activation,
@@ -297,6 +293,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
 
     for r, c in both:
         c.place = _new_place(r)
+        c.words = _words(c.place)
         ops.plan_backward(
             c.saved_place,
             c.plan.rank_rows_W,
@@ -310,8 +307,8 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             place=c.place,
             fault_F=r.fault_F,
         )
-        skip, T = _at(c.place, shapes.PLACE_SKIP), c.grad_out_TD.shape[0]
-        x_places = (r.elements, _at(c.place, shapes.PLACE_X), r.tokens.own, r.zero_1)
+        skip, T = c.words[shapes.PLACE_SKIP], c.grad_out_TD.shape[0]
+        x_places = (r.elements, c.words[shapes.PLACE_X], r.tokens.own, r.zero_1)
         ops.copy_x(*x_places, T, D, stop_1=skip, num_sms=path.num_sms)
         restored_TD = r.tokens.own[0, :T]
         kind = shapes.KIND_BACKWARD
@@ -321,17 +318,17 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
         row_scores_R, row_score_grads_R = _row_floats(path, r), _row_floats(path, r)
-        skip, start_P = _at(c.place, shapes.PLACE_SKIP), c.plan.row_start_P
-        x = (r.rows_of(D), _at(c.place, shapes.PLACE_XR))
-        h1 = (r.rows_of(2 * F), _at(c.place, shapes.PLACE_H1))
-        g2 = (r.rows_of(F), _at(c.place, shapes.PLACE_H2))
-        dy = (r.rows_of(D), _at(c.place, shapes.PLACE_H3))
+        skip, start_P = c.words[shapes.PLACE_SKIP], c.plan.row_start_P
+        x = (r.rows[D], c.words[shapes.PLACE_XR])
+        h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
+        g2 = (r.rows[F], c.words[shapes.PLACE_H2])
+        dy = (r.rows[D], c.words[shapes.PLACE_H3])
         run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
 
         # Recomputation, where the slot kept x alone; not after a fault of the exchange above.
         torch.maximum(skip, r.stop_1, out=skip)
         _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip)
-        _w13(path, r, c.w13_L2FD, c.plan, c.place, skip)
+        _w13(path, r, c.w13_L2FD, c.plan, c.words, skip)
 
         _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
         ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)

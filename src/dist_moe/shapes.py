@@ -84,6 +84,11 @@ def align(n: int, multiple: int) -> int:
     return cdiv(n, multiple) * multiple
 
 
+def next_power_of_2(n: int) -> int:
+    """n >= 1 rounded up to a power of two; triton's own takes 2 us."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What the device-side slot planner must know of a Context: sizes in bytes, of one rank's activation buffer."""

@@ -19,7 +19,15 @@ def call(device=CPU, capability=None, interpreting=False, by_name=False) -> Call
 
 
 def test_every_op_has_one_row_a_backend():
-    assert sorted((impl.op, impl.backend) for impl in IMPLS) == sorted((op, b) for op in OPS for b in BACKENDS)
+    found = sorted((impl.op, impl.backend) for impl in IMPLS if impl.backend in BACKENDS)
+    assert found == sorted((op, b) for op in OPS for b in BACKENDS)
+
+
+def test_weight_gradients_on_hopper_run_in_gluon():
+    on_hopper, on_blackwell = (choose("grouped_gemm_wgrad", call(CUDA, (major, 0))) for major in (9, 10))
+    assert on_hopper[0].backend == "gluon" and on_hopper[1] == []
+    assert on_blackwell[0].backend == "triton" and "9.x" in on_blackwell[1][0]
+    assert choose("grouped_gemm_wgrad", call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")

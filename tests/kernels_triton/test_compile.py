@@ -108,6 +108,17 @@ def test_every_launched_kernel_has_a_case():
     assert not missing, f"add rows to tests/kernels_triton/compile_cases/ for {sorted(missing)}"
 
 
+def test_every_launched_kernel_has_the_cached_launcher():
+    functions = {
+        f"{path.stem}:{name}": node
+        for path in KERNELS.glob("*.py")
+        for name, node in jit_functions(path.read_text()).items()
+    }
+    outermost = {kernel: ast.unparse(functions[kernel].decorator_list[0]) for kernel in launched_kernels(KERNELS)}
+    bare = sorted(kernel for kernel, decorator in outermost.items() if decorator != "launched")
+    assert not bare, f"put @launched of _launch.py above @triton.jit of {bare}"
+
+
 def test_launched_kernels_are_told_from_helpers(tmp_path):
     (tmp_path / "op.py").write_text(
         "@triton.jit\ndef _part(x):\n    return x\n\n"

@@ -3,14 +3,13 @@
 import torch
 from tests.compile_check import Case
 
-from dist_moe.kernels_triton.grouped_gemm import GROUP_M
-from dist_moe.kernels_triton.wgrad_hopper import CONFIGS, shared_layout
+from dist_moe.kernels_triton.wgrad_hopper import CONFIGS, GROUP_M, shared_layout
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def desc(dtype: torch.dtype, *block: int) -> str:
-    return f"tensordesc<{NAMES[dtype]}{list(block)},{shared_layout(list(block), dtype)!r}>"
+    return f"tensordesc<{NAMES[dtype]}{list(block)},{shared_layout(dtype, *block)!r}>"
 
 
 def case(dtype: torch.dtype, accumulate: bool) -> Case:
