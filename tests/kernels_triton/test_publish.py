@@ -200,7 +200,7 @@ def test_more_than_65535_programs(device):
 @pytest.mark.gpu
 def test_no_token_count_compiles_again(device):
     def num_compiled():
-        return sum(len(cache[0]) for cache in _publish.device_caches.values())
+        return sum(len(cache[0]) for cache in _publish.fn.device_caches.values())
 
     assert_equals_oracle(device, *random_call(device, 7, 8, 256, 2048), E=256, T_max=8193)
     before = num_compiled()
