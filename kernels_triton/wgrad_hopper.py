@@ -163,11 +163,14 @@ def _wgrad_kernel(
     out_tile = gl.allocate_shared_memory(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if ACCUMULATE:
+        old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(old, count=1)
+    else:  # a barrier that nothing waits for would lie where the partitions' arguments are passed
+        old = full
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    mbarrier.init(old, count=1)
     fence_async_shared()
     num_tiles = L * gl.cdiv(N, BLOCK_M) * gl.cdiv(K, BLOCK_N)
     dy_start = gl.load(dy_start_ptr).to(gl.int32)

@@ -351,7 +351,7 @@ def test_run_many_goes_on_where_it_ended(tmp_path):
         return code, calls.read_text().splitlines()[1:-1]
 
     code, commands = call(fails="-m pytest")
-    assert code == 1 and len(commands) == 7 and "--deselect" not in commands[0]
+    assert code == 1 and len(commands) == 9 and "--deselect" not in commands[0]
     assert all("bench_path --shapes qwen3-30b deepseek-v3" in command for command in commands[1:])
     code, commands = call()
     assert code == 0 and len(commands) == 1 and "--deselect=tests/test_gpu_ranks.py::test_faults[4_gpus]" in commands[0]

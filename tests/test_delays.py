@@ -129,7 +129,7 @@ def _times(rank, group, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_programs_sleep_and_never_for_the_same_time(device):
     (times,) = run(1, _times, device, delay_ns=_device.MAX_DELAY_NS, device=device)
-    assert times.float().mean() > 0.1 * _device.MAX_DELAY_NS and len(times.unique()) > 64
+    assert times.float().mean() > 0.1 * _device.MAX_DELAY_NS and len(times.unique()) > 8
 
 
 def _drawn(rank, group):

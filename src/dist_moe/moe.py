@@ -89,7 +89,7 @@ class ForwardCall:
     scores_TK: Tensor
     w13_L2FD: Tensor
     w2_LDF: Tensor
-    out_TD: Tensor
+    out_TD: Tensor | None
     save: bool = False
     slot: int = 0
     depth: int = 1

@@ -55,9 +55,12 @@ class _VirtualExperts(torch.autograd.Function):
                 context.saved.push(slot, depth)
             moe.forward(context.path, context.ranks, calls)
         autograd_ctx.save_for_backward(*(t for tensors in ranks_in for t in tensors[1:]))
+        outs = tuple(call.out_TD for call in calls)
+        for call in calls:
+            call.out_TD = None  # the outputs name this node: kept here, all of it would live until a garbage collection
         autograd_ctx.context, autograd_ctx.calls, autograd_ctx.slot = context, calls, slot
         autograd_ctx.saved_forward = context.saved.newest
-        return tuple(call.out_TD for call in calls)
+        return outs
 
     @staticmethod
     def backward(autograd_ctx, *grad_outs: Tensor):

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -418,6 +420,21 @@ def test_saved_state_is_x_and_h1_and_small_tables():
         assert saved <= 16 * rows + 8 * L * W + scalars
         used = context.ranks[0].slot_used_NW[0, 0].item()
         assert used <= (rows + 1) * (2 * D + 4 * F) + 127 and used <= plan.activation_slot_bytes
+
+
+def test_what_a_forward_made_dies_with_its_output(fast):
+    """No cycle holds its state until a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        out = call(fast, x_TD=inputs()["x_TD"].requires_grad_())
+        state = [weakref.ref(tensor) for tensor in out.grad_fn.saved_tensors]
+        node = weakref.ref(out.grad_fn)
+        out.sum().backward()
+        del out
+        assert node() is None and not any(ref() for ref in state)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

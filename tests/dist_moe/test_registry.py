@@ -107,4 +107,8 @@ def test_explain_says_what_runs_and_what_is_allocated():
         assert words in text
     assert all(op in text for op in OPS)
     assert "de-duplicated" in explain(Config(8, 64, 96, 8, 8, 1), 2, device="cpu")
+
+
+@pytest.mark.interpreter
+def test_explain_says_that_kernels_are_interpreted():
     assert "triton (interpreted)" in explain(CONFIG, 2, device="cpu", backend="triton")

@@ -1,5 +1,7 @@
 """Virtual ranks are checked as real ones are."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -63,3 +65,20 @@ def test_flattened_weights_get_their_gradients_in_their_shape():
     for result, wanted in zip(results, expected, strict=True):
         assert torch.equal(result.grad_w13_L2FD, wanted.grad_w13_L2FD.flatten(0, 1))
         assert torch.equal(result.grad_w2_LDF, wanted.grad_w2_LDF.flatten(0, 1))
+
+
+def test_what_a_forward_made_dies_with_its_outputs():
+    """No cycle holds it until a garbage collection: memory stays flat, captures meet no node of another stream."""
+    inputs = CASE.inputs()
+    leaf = inputs[0].x_TD.requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        with create_context(group=World.virtual(2, "cpu"), config=CASE.config(), backend="reference") as context:
+            outs = routed_experts(inputs, context)
+            alive = [weakref.ref(out.grad_fn) for out in outs]
+            torch.autograd.grad(outs, [leaf], [torch.ones_like(out) for out in outs])
+            del outs
+            assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,17 @@ def results(tmp_path_factory) -> dict:
 def test_compiles(case, arch, results):
     problems = case.problems(results[case.id, arch])
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.timeout(900)
+def test_no_barrier_lies_where_arguments_of_partitions_are_passed(results):
+    """A barrier that no partition uses is dead when they start, and its place is given to their arguments."""
+    for case in (case for case in CASES if case.kernel.startswith("wgrad_hopper:")):
+        ptx = results[case.id, 90]["ptx"]
+        offsets = dict(re.findall(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);", ptx))
+        barriers = {offsets[register] for register in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)}
+        passed = set(re.findall(r"st\.shared\S* \s*\[global_smem\+(\d+)\]", ptx))
+        assert len(barriers) >= 6 and passed and not barriers & passed, case.id
 
 
 @pytest.mark.timeout(900)
