@@ -37,7 +37,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def parse(options: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     args = options.parse_args(argv)
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--results" in arguments:  # where the rows went is nothing that they depend on
+        at = arguments.index("--results")
+        del arguments[at : at + 2]
     args.command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *arguments])
     if args.smoke:
         args.shapes, args.tokens, args.rounds = [SMOKE.name], [16], 1
