@@ -33,6 +33,18 @@ def _backends(device: torch.device) -> dict[str, str]:
     return answers
 
 
+def _chosen(device: torch.device) -> dict[str, list[str]]:
+    """The ops that each backend runs when none is named; empty when one finds no backend."""
+    ops: dict[str, list[str]] = {}
+    for op in OPS:
+        try:
+            backend = choose(op, call_of(device, None))[0].backend
+        except RuntimeError:
+            return {}
+        ops.setdefault(backend, []).append(op)
+    return ops
+
+
 def _gpu(index: int) -> dict:
     properties = torch.cuda.get_device_properties(index)
     others = [other for other in range(torch.cuda.device_count()) if other != index]
@@ -43,6 +55,7 @@ def _gpu(index: int) -> dict:
         "multiprocessors": properties.multi_processor_count,
         "peer_access": {other: torch.cuda.can_device_access_peer(index, other) for other in others},
         "backends": _backends(torch.device("cuda", index)),
+        "chosen": _chosen(torch.device("cuda", index)),
     }
 
 
@@ -69,7 +82,11 @@ def examine() -> dict:
         "cuda": torch.version.cuda,
         "triton_interpret": os.environ.get("TRITON_INTERPRET"),
         "shared_memory": {"folder": str(SHARED_MEMORY_DIR), "free_bytes": shared.free if shared else 0},
-        "cpu": {"cores": os.cpu_count(), "backends": _backends(torch.device("cpu"))},
+        "cpu": {
+            "cores": os.cpu_count(),
+            "backends": _backends(torch.device("cpu")),
+            "chosen": _chosen(torch.device("cpu")),
+        },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "symmetric_memory": _symmetric_memory(),
         "formats": {
@@ -80,6 +97,12 @@ def examine() -> dict:
     }
 
 
+def _list_chosen(chosen: dict[str, list[str]]) -> str:
+    """The backend of most ops, then the others with theirs."""
+    most, *others = sorted(chosen, key=lambda backend: -len(chosen[backend])) or ["nothing runs"]
+    return "; ".join([most, *(f"{backend} for {', '.join(chosen[backend])}" for backend in others)])
+
+
 def describe(found: dict) -> str:
     """The findings in words, one line each."""
     lines = [f"Python {found['python']} on {found['machine']}, {found['cpu']['cores']} cores"]
@@ -87,10 +110,12 @@ def describe(found: dict) -> str:
     free = found["shared_memory"]["free_bytes"] / 1024**3
     lines.append(f"shared memory between CPU processes: {found['shared_memory']['folder']}, {free:.1f} GiB free")
     lines += [f"CPU, backend {name}: {answer}" for name, answer in found["cpu"]["backends"].items()]
+    lines += [f"CPU, when none is named: {_list_chosen(found['cpu']['chosen'])}"]
     for index, gpu in enumerate(found["gpus"]):
         gib = gpu["memory_bytes"] / 1024**3
         lines.append(f"GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']}, {gib:.0f} GiB")
         lines += [f"GPU {index}, backend {name}: {answer}" for name, answer in gpu["backends"].items()]
+        lines.append(f"GPU {index}, when none is named: {_list_chosen(gpu['chosen'])}")
         for other, can in gpu["peer_access"].items():
             lines.append(f"GPU {index} reaches GPU {other}: {'yes' if can else 'no'}")
     lines.append(f"symmetric memory between GPUs: {found['symmetric_memory']}")
