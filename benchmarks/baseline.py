@@ -93,8 +93,8 @@ class _Exchange(Function):
 def _grouped(rows: Tensor, weights: Tensor, ends_L: Tensor) -> Tensor:
     """rows @ weights[e].T, expert by expert.
 
-    A rank without rows takes an ordinary product, which gives weights gradients of zero: torch._grouped_mm on CUDA
-    refuses the strides of a contraction over no rows (pytorch/pytorch#192497).
+    A rank without rows takes an ordinary product, which gives weight gradients of zero: torch._grouped_mm on CUDA may
+    refuse the strides of a contraction over no rows (pytorch/pytorch#192497 saw it in compiled code).
     """
     if not len(rows):
         return rows @ weights[0].t()

@@ -106,8 +106,9 @@ class Case:
         if (there := device_bytes(self.job)) is None:
             return True
         text = f"{self.shape.name} {self.routing} {direction}: at most {needed / 2**30:.1f} GiB of {there / 2**30:.1f}"
-        rows.say(text if needed <= there else f"NOT TIMED: {text}")
-        return needed <= there
+        fits = all(self.job.gather(needed <= there))  # ranks may have different GPUs
+        rows.say(text if fits else f"NOT TIMED: {text}")
+        return fits
 
     def _run_direction(self, rows: Rows, stage_rows: Rows, roofs: Roofs, direction: str) -> None:
         with contextlib.ExitStack() as contexts:

@@ -65,7 +65,7 @@ def delay(salt):
     if DELAY_NS > 0:
         drawn = (clock_ns() + tl.program_id(0) * 0x3C6EF372 + salt * 0x5851F42D).to(tl.uint32) * 0x9E3779B1
         drawn = (drawn ^ (drawn >> 15)) * 0x85EBCA77
-        ns = tl.umulhi(drawn, tl.full([], DELAY_NS + 1, tl.uint32))
+        ns = (drawn.to(tl.uint64) * (DELAY_NS + 1) >> 32).to(tl.uint32)
         tl.inline_asm_elementwise(_SLEEP_NS, "=r,r", [ns], dtype=tl.uint32, is_pure=False, pack=1)
 
 

@@ -66,7 +66,8 @@ def _key(args: tuple, kwargs: dict) -> tuple | None:
         elif arg is None or kind is float or kind is bool:
             key.append(kind)
         elif hasattr(arg, "block_shape"):  # a TensorDescriptor; Gluon's has a layout too
-            key.append((arg.base.dtype, *arg.block_shape, arg.padding, getattr(arg, "layout", None)))
+            more = (getattr(arg, name, None) for name in ("layout", "round_f32_to_tf32"))  # of Gluon; of Triton 3.9
+            key.append((arg.base.dtype, *arg.block_shape, arg.padding, *more))
         else:
             return None
     return (*key, *kwargs, *kwargs.values())

@@ -47,9 +47,9 @@ def peer_pointers(table_ptr, rank, offset, mask, DTYPE: tl.constexpr, ALIGNMENT:
 
 
 @triton.jit
-def num_parts(num_blocks, MOST: tl.constexpr):
-    """Parts of at least 8 blocks for `spread`, at most MOST: short parts would leave turns without a block."""
-    return tl.minimum(tl.maximum(tl.cdiv(num_blocks, 8), 1), MOST)
+def num_parts(num_blocks, sources):
+    """Parts of at least 8 blocks for `spread`, at most one a source: short parts would leave turns without a block."""
+    return tl.minimum(tl.maximum(tl.cdiv(num_blocks, 8), 1), sources)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["sources"])
 def _combine_routes(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, K, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -34,9 +34,9 @@ def _combine_routes(
     start_ptr,  # int64
     stop_ptr,  # int64
     num_slots,  # T_max * K, slots of one rank
+    sources,  # stretches of rows that are of one source rank each
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """Every row to the slot it came from: program p takes the blocks p, p + programs, ... of ROWS rows.
@@ -50,7 +50,7 @@ def _combine_routes(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
-    parts = num_parts(num_blocks, SOURCES)
+    parts = num_parts(num_blocks, sources)
     for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
         block = spread(turn, num_blocks, parts)
         delay(block)
@@ -71,7 +71,7 @@ def _combine_routes(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["sources"])
 def _combine_pairs(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -88,9 +88,9 @@ def _combine_pairs(
     stop_ptr,  # int64
     num_slots,  # T_max * K, slots of one rank
     num_outputs,  # T_max * J, output rows of one rank
+    sources,  # stretches of pairs that are of one source rank each
     D: tl.constexpr,
     PAIRS: tl.constexpr,
-    SOURCES: tl.constexpr,  # stretches of rows that are of one source rank
     BLOCK_D: tl.constexpr,
 ):
     """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -105,7 +105,7 @@ def _combine_pairs(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, SOURCES)
+    parts = num_parts(num_blocks, sources)
     for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
         block = spread(turn, num_blocks, parts)
         delay(block)
@@ -258,14 +258,14 @@ def combine(
         num_slots = 1 if score_grads is None else score_grads.own.numel()
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
-            num_slots, T_max * J,
-            D=D, PAIRS=tile.rows, SOURCES=W, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+            num_slots, T_max * J, W,
+            D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
-            D=D, ROWS=tile.rows, SOURCES=W * plan.num_local_experts, BLOCK_D=tile.block_d,
-            num_warps=tile.num_warps,
+            W * plan.num_local_experts,
+            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from dist_moe.route_plan import RoutePlan
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
 from ._fault import set_fault
+from ._device import delay
 from ._launch import launched
 
 HEADER_T = tl.constexpr(shapes.HEADER_T)
@@ -100,6 +101,7 @@ def _count(
     if tl.load(fault_ptr) != 0:
         return
     block = tl.program_id(0)
+    delay(block)
     src = block // blocks_of_rank
     t = (block % blocks_of_rank) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)

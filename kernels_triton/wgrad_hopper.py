@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._device import num_programs
+from ._device import delay, num_programs
 from ._launch import launched
 from .grouped_gemm import Config, check_wgrad
 
@@ -36,9 +36,14 @@ CONFIGS = {
     torch.bfloat16: Config(128, 256, 64, num_warps=8, num_stages=3),
     torch.float32: Config(128, 128, 64, num_warps=8, num_stages=4),
 }
+# By their names in newer Tritons, or in 3.6.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 PRODUCER_REGISTERS = gl.constexpr(40)
-GROUP_M = 4  # 8 was up to 5% slower, 16 about as fast (H200, five models)
+GROUP_M = 4
 
 
 @gluon.jit
@@ -67,13 +72,14 @@ def _produce(tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M: gl.const
     BLOCK_N: gl.constexpr = x_ring.shape[2]
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        delay(tile)
         _, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
         for row in range(row_start, row_end, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
-            tma.async_copy_global_to_shared(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
+            _load(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
+            _load(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
             step += 1
 
 
@@ -102,12 +108,13 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
     step = 0
     num_loads = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        delay(tile)
         expert, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
         if row_start < row_end or not ACCUMULATE:
             if ACCUMULATE:
                 tma.store_wait(0)
                 mbarrier.expect(old, out_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(out_desc, [expert, m, n], old, out_tile)
+                _load(out_desc, [expert, m, n], old, out_tile)
             acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=ACC)
             for row in range(row_start, row_end, BLOCK_K):
                 stage = step % STAGES
@@ -116,7 +123,7 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
                     _keep_rows(dy_ring.index(stage), row_end - row)
                     _keep_rows(x_ring.index(stage), row_end - row)
                     fence_async_shared()
-                    gl.thread_barrier()
+                    _barrier()
                 acc = warpgroup_mma(dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row > row_start)
@@ -131,7 +138,7 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
                 tma.store_wait(0)
             out_MN.store(acc.to(out_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [expert, m, n], out_tile)
+            _store(out_desc, [expert, m, n], out_tile)
     tma.store_wait(0)
 
 

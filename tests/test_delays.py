@@ -38,6 +38,9 @@ def run(W: int, fn, *args, delay_ns: int, device: str) -> list:
 # ---- the path
 
 
+KERNELS = {"cpu": "triton", "cuda": None}  # on a GPU those that are chosen there
+
+
 def cases(W: int, device: str) -> list[Case]:
     """Both schemes; rows that are saved, and rows that are recomputed from x."""
     shape = {"T": 4, "D": 32, "F": 32} if device == "cpu" else {"T": 500, "D": 512, "F": 128}
@@ -69,14 +72,14 @@ def alternate(call, sets: list, repetitions: int) -> list[list[RankResults]]:
 def _as_virtual_ranks(rank, group, W, device, repetitions):
     found = []
     for case in cases(W, device):
-        with create_context(group=World.virtual(W, device), config=case.config(), backend="triton") as context:
+        with create_context(group=World.virtual(W, device), config=case.config(), backend=KERNELS[device]) as context:
             call = partial(run_virtual, W, context.config, context=context)
             found += alternate(call, inputs_of(case, device), repetitions)
     return found
 
 
 def _as_processes(rank, group, W, device, repetitions):
-    found, how = [], {"device": device, "backend": "triton", "peer_timeout_s": 60}
+    found, how = [], {"device": device, "backend": KERNELS[device], "peer_timeout_s": 60}
     for case in cases(W, device):
         with create_context(group=group, config=case.config(), **how) as context:
             own = [by_rank[rank] for by_rank in inputs_of(case, device)]

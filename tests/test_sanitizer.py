@@ -13,6 +13,7 @@ CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("tool", CLEAN)
 def test_clean(tool):
     command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitized"]

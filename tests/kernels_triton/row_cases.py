@@ -219,5 +219,6 @@ SHAPES = [
     ("ranks without tokens", "empty_ranks", 4, 6, 3, 2, 64),
     ("eight ranks, more ranks than K", "uniform", 8, 4, 2, 1, 32),
     ("eight ranks, K above W", "uniform", 8, 3, 11, 2, 32),
+    ("several blocks of every source", "uniform", 3, 60, 4, 3, 1024),
 ]
 EACH_SHAPE = {"argnames": "routing, W, T, K, L, D", "argvalues": [s[1:] for s in SHAPES], "ids": [s[0] for s in SHAPES]}

@@ -19,13 +19,13 @@ def nothing(*names: str) -> dict:
 
 def combine_case(pairs: bool, D: int, backward: bool) -> Case:
     tile = pick_row_tile(D)
-    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", **(GRADS if backward else {})}
+    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", "sources": "i32", **(GRADS if backward else {})}
     constexprs = {"D": D, "BLOCK_D": tile.block_d, **({} if backward else nothing(*GRADS))}
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, "SOURCES": 2, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {"PAIRS": tile.rows, **(nothing("row_scores_ptr") if backward else {})}
     else:
-        constexprs |= {"ROWS": tile.rows, "SOURCES": 128}
+        constexprs |= {"ROWS": tile.rows}
     return Case(
         f"combine:{'_combine_pairs' if pairs else '_combine_routes'}",
         types,

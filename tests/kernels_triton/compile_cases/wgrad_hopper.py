@@ -34,7 +34,7 @@ def case(dtype: torch.dtype, accumulate: bool) -> Case:
         aligned=("N", "K"),
         unaligned=("dy_start_ptr", "x_start_ptr", "stop_ptr"),
         expect=(
-            "cp.async.bulk.tensor.2d.shared::cluster.global",
+            "cp.async.bulk.tensor.2d.shared::",
             "cp.async.bulk.tensor.3d.global.shared::cta",
             f"wgmma.mma_async.sync.aligned.m64n{config.block_n}k16.f32.bf16.bf16",
             "setmaxnreg",

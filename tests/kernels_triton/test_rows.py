@@ -1,0 +1,51 @@
+"""_rows: the order in which blocks of rows are taken."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dist_moe.kernels_triton._rows import num_parts, spread
+
+
+@triton.jit
+def _turns(out_ptr, num_blocks, sources):
+    parts = num_parts(num_blocks, sources)
+    count = parts * tl.cdiv(num_blocks, parts)
+    tl.store(out_ptr, count)
+    tl.store(out_ptr + 1, parts)
+    for turn in range(count):
+        tl.store(out_ptr + 2 + turn, spread(turn, num_blocks, parts))
+
+
+def turns(num_blocks: int, sources: int, device) -> tuple[int, list[int]]:
+    out = torch.zeros(2 * num_blocks + 16, dtype=torch.int32, device=device)
+    _turns[(1,)](out, num_blocks, sources)
+    count, parts, *blocks = out.tolist()
+    return parts, blocks[:count]
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3, 8, 64])
+def test_every_block_has_one_turn(sources, device):
+    for num_blocks in (0, 1, 7, 8, 9, 16, 17, 31, 100, 129):
+        parts, blocks = turns(num_blocks, sources, device)
+        assert sorted(block for block in blocks if block < num_blocks) == list(range(num_blocks))
+        assert parts == min(max(-(-num_blocks // 8), 1), sources) and len(blocks) - num_blocks < parts
+
+
+def test_sources_are_taken_in_turn(device):
+    """4 sources of 16 blocks each: any 4 turns in a row are of 4 sources."""
+    _, blocks = turns(64, 4, device)
+    assert all(sorted(block // 16 for block in blocks[i : i + 4]) == [0, 1, 2, 3] for i in range(61))
+
+
+@triton.jit
+def _spread_two(out_ptr):
+    for turn in range(6):
+        tl.store(out_ptr + turn, spread(turn, 5, 2))
+
+
+def test_example(device):
+    out = torch.zeros(6, dtype=torch.int32, device=device)
+    _spread_two[(1,)](out)
+    assert out.tolist() == [0, 3, 1, 4, 2, 5]
