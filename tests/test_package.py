@@ -22,7 +22,7 @@ routed_experts supports_fused_post_expert_rmsnorm
 """
 ADDITIONS = """
 DistMoEError RoutingOverflowError InvalidExpertIdError RankMismatchError PeerAbortedError PeerTimeoutError SlotError
-World explain testing
+World color_activation_slots explain testing
 """
 
 

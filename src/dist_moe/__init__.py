@@ -24,6 +24,7 @@ from .ops import routed_experts
 from .options import ExecutionOptions, RMSNormPostprocess, supports_fused_post_expert_rmsnorm
 from .planner import MemoryPlan, plan_memory
 from .registry import explain as explain
+from .slot_coloring import color_activation_slots as color_activation_slots
 from .symm import World as World
 from .weights import PreparedWeight, prepare_block_scaled_weight
 
