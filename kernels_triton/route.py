@@ -24,8 +24,8 @@ from dist_moe import shapes
 from dist_moe.route_plan import RoutePlan
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
-from ._fault import set_fault
 from ._device import delay
+from ._fault import set_fault
 from ._launch import launched
 
 HEADER_T = tl.constexpr(shapes.HEADER_T)

@@ -12,31 +12,62 @@ the region at a whole row number. Rounding a start loses at most one pitch, whic
     h2_RF, g2   2 F         one place for both        yes                 no
     h3_RD, dy   2 D         one place for both        over x_RD           no
 A layer that recomputes everything saves x_TD alone.
+
+Block-scaled operands lie as bundles of values and scales, with one scale a block of the width ("row", for GEMMs that
+sum over features) or of the rows ("column", for weight gradients). Scales take no row more than they hold: h1 starts
+first, all scales follow, and being multiples of 128 they leave the alignment of values to the values.
+
+    region             row pitch, MXFP8   scratch of training             of inference         saved, recomputes nothing
+    h1_R2F             4 F                yes                             yes                  yes
+    row x, h2, dy, g1  D, F, D, 2 F       one place; "mega": x beside h2  as training, x, h2   no
+    column x, h2       D, F               yes                             no                   yes
+    column dy, g1      D, 2 F             yes                             no                   no
+    g2_RF              2 F                yes                             no                   no
+The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, which neither a forward nor
+the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes over 2 F columns where D is more.
 """
 
 import logging
 import math
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
-from . import shapes
-from .config import Config, as_int
+from . import shapes, vmm
+from .config import BlockScaledFormat, Config, as_int
+from .memory_plan import MemoryPlan
 from .shapes import align
 
 logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 128  # bytes; slots and what a layer saves in them
+ROW_ALIGNMENT = 128  # rows; of an expert's first row in block-scaled modes, so that no block or atom holds two experts
+SCALE_ATOM = (128, 4)  # rows and columns of scales that lie together in 512 bytes
 DEDUP_MIN_ROUTES = (3, 2)  # as a fraction: mean routes of an arriving (token, rank) pair from which de-duplication pays
+
+
+class Packing(NamedTuple):
+    """Bytes of a block-scaled format."""
+
+    values_per_byte: int
+    block: int  # values of one scale, a byte
+    outer_scale_bytes: int  # of the FP32 scale over a row of activations, or over an expert's weight
+
+
+PACKINGS = {BlockScaledFormat.MXFP8_E4M3: Packing(1, 32, 0), BlockScaledFormat.NVFP4: Packing(2, 16, 4)}
 
 
 def capacity_rows(config: Config, ep_size: int, factor: float) -> int:
     """Rows one rank holds at a capacity factor: rounded half up, never more than routing can send to one rank.
 
     An expert appears once in a token, so a rank receives at most min(K, L) rows of each of the W T_max tokens.
+    Block-scaled, every expert's rows are padded to ROW_ALIGNMENT; this is the most that padding can make of them.
     """
     T, K, L = config.num_local_input_tokens, config.top_k, config.num_experts // ep_size
-    return min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
+    rows = min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
+    if config.block_scaled is None:
+        return rows
+    return (rows + L * (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
 def _region_bytes(rows: int, pitch: int) -> int:
@@ -50,15 +81,49 @@ def row_pitches(config: Config) -> dict[str, int]:
     return pitches if config.inference else pitches | {"g2": F, "dy": D}
 
 
+def _row_bundle_bytes(config: Config, rows: int, width: int) -> int:
+    packing = PACKINGS[config.block_scaled.format]
+    scales = align(width // packing.block, SCALE_ATOM[1]) + packing.outer_scale_bytes
+    return _region_bytes(rows, width // packing.values_per_byte) + rows * scales
+
+
+def _column_bundle_bytes(config: Config, rows: int, width: int) -> int:
+    packing = PACKINGS[config.block_scaled.format]
+    return _region_bytes(rows, width // packing.values_per_byte) + rows // packing.block * width
+
+
+def _whole(num_bytes: int) -> int:
+    """Bytes of block-scaled regions, rounded down to the alignment of slots.
+
+    The row more that is counted for h1 has room for what is cut off: h1 starts first, next to a multiple of 128, and
+    its pitch is a multiple of 128, so that rounding its start loses at least 128 bytes less than a row.
+    """
+    return num_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+
+
+def _block_scaled_scratch_bytes(config: Config, rows: int) -> int:
+    D, F = config.hidden_dim, config.intermediate_dim
+    x, h2 = _row_bundle_bytes(config, rows, D), _row_bundle_bytes(config, rows, F)
+    row_bundles = x + h2 if config.block_scaled.pipeline == "mega" else max(x, h2)
+    h1 = _region_bytes(rows, 4 * F)
+    if config.inference:
+        return _whole(h1 + row_bundles)
+    row_bundles = max(row_bundles, _row_bundle_bytes(config, rows, 2 * F))
+    columns = sum(_column_bundle_bytes(config, rows, width) for width in (D, F, D, 2 * F))  # of x, h2, dy, g1
+    return _whole(h1 + row_bundles + columns + _region_bytes(rows, 2 * F))
+
+
 def scratch_bytes(config: Config, rows: int) -> int:
     """Scratch of one call with `rows` received rows."""
+    if config.block_scaled is not None:
+        return _block_scaled_scratch_bytes(config, rows)
     regions = ("x", "h1", "h2") if config.inference else ("x", "h1", "h2", "h3")
     pitches = row_pitches(config)
     return sum(_region_bytes(rows, pitches[name]) for name in regions)
 
 
 def scratch_layout(config: Config, total_bytes: int, rows: int) -> dict[str, int]:
-    """Byte offset of every scratch region in an activation buffer of total_bytes.
+    """Byte offset of every bf16 scratch region in an activation buffer of total_bytes.
 
     Down from the end of the buffer: x, h1, h2 and g2 in one place, h3 and dy in one place. In inference h3 lies over
     x, which W13 has consumed, and there is neither g2 nor dy.
@@ -81,9 +146,21 @@ def saved_input_bytes(config: Config) -> int:
 
 
 def saved_full_bytes(config: Config, rows: int) -> int:
-    """What a layer saves that recomputes nothing but the activation: x_RD and h1_R2F."""
+    """What a layer saves that recomputes nothing but the activation: x_RD and h1_R2F.
+
+    Block-scaled it is h1 and the columns of x and h2, all that the weight gradients read of a forward.
+    """
+    D, F = config.hidden_dim, config.intermediate_dim
+    if config.block_scaled is not None:
+        columns = _column_bundle_bytes(config, rows, D) + _column_bundle_bytes(config, rows, F)
+        return _whole(_region_bytes(rows, 4 * F) + columns)
     pitches = row_pitches(config)
     return align(_region_bytes(rows, pitches["x"]) + _region_bytes(rows, pitches["h1"]), SLOT_ALIGNMENT)
+
+
+def saved_h1_bytes(config: Config, rows: int) -> int:
+    """What a layer saves that makes x_RD again but not h1: x_TD and h1_R2F."""
+    return align(saved_input_bytes(config) + _region_bytes(rows, row_pitches(config)["h1"]), SLOT_ALIGNMENT)
 
 
 def dedup(config: Config, ep_size: int) -> bool:
@@ -99,12 +176,22 @@ def dedup(config: Config, ep_size: int) -> bool:
     return routes_per_pair[0] * denominator >= routes_per_pair[1] * numerator
 
 
+def packed_row_bytes(config: Config) -> int:
+    """A token as block-scaled inference sends it: values, scales, the scale of the row, padded to 16 bytes."""
+    packing = PACKINGS[config.block_scaled.format]
+    values = config.hidden_dim // packing.values_per_byte
+    return align(values + config.hidden_dim // packing.block + packing.outer_scale_bytes, 16)
+
+
 def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every region that peers read or write, by name, in the order of allocation."""
     T, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
     J = min(K, ep_size) if dedup(config, ep_size) else K
+    tokens = ((1 if config.inference else 2, T, D), torch.bfloat16)
+    if config.inference and config.block_scaled is not None:
+        tokens = ((1, T, packed_row_bytes(config)), torch.uint8)
     regions = {
-        "tokens": ((1 if config.inference else 2, T, D), torch.bfloat16),
+        "tokens": tokens,
         "header": ((shapes.HEADER_WORDS,), torch.int64),
         "ids": ((T, K), torch.int16),
         "scores": ((T, K), torch.float32),
@@ -126,102 +213,36 @@ def routing_table_bytes(config: Config, ep_size: int) -> int:
     return 4 * R * int32 + (L + 1) * int32 + ep_size * int64 + int32
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes and rows of one rank's Context. Equal plans are equal by value; all fields are plain numbers."""
-
-    balanced_recv_rows: int
-    device_scratch_capacity_rows: int
-    total_scratch_capacity_rows: int
-    device_scratch_capacity_factor: float
-    total_scratch_capacity_factor: float
-    saved_input_bytes_per_layer: int
-    device_scratch_bytes: int
-    host_scratch_bytes: int
-    minimum_activation_slot_bytes: int
-    balanced_full_save_activation_slot_bytes: int
-    maximum_useful_activation_slot_bytes: int
-    activation_slot_bytes: int
-    activation_slot_capacity_factor: float | None
-    total_activation_bytes: int
-    total_device_buffer_bytes: int
-    total_virtual_bytes: int
-    num_activation_slots: int
-    inference: bool
-    vmm_granularity_bytes: int | None
-    vmm_device_prefix_bytes: int | None
-    vmm_host_section_bytes: int | None
-    vmm_device_scratch_section_bytes: int | None
-    vmm_padding_bytes: int
-    symmetric_bytes: tuple[tuple[str, int], ...]
-    routing_table_bytes: int
-
-    @property
-    def uses_host_scratch(self) -> bool:
-        return self.host_scratch_bytes > 0
-
-    def to_dict(self) -> dict:
-        """The plan as plain values that json takes; symmetric_bytes by region name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"symmetric_bytes": dict(self.symmetric_bytes)}
-
-    def explain(self) -> str:
-        """The plan in words, one line a figure."""
-        lines = [
-            "dist_moe memory plan of one rank",
-            f"  receive rows: {self.balanced_recv_rows} balanced / {self.device_scratch_capacity_rows} device / "
-            f"{self.total_scratch_capacity_rows} total",
-            f"  capacity factors: {self.device_scratch_capacity_factor:g} device / "
-            f"{self.total_scratch_capacity_factor:g} total",
-            f"  activation slots: {self._explain_slots()}",
-            f"  device scratch: {format_bytes(self.device_scratch_bytes)}",
-            f"  host overflow scratch: {format_bytes(self.host_scratch_bytes)}",
-            f"  total device buffer: {format_bytes(self.total_device_buffer_bytes)}",
-            f"  activation slot minimum: {format_bytes(self.minimum_activation_slot_bytes)}",
-            f"  activation slot balanced full-save: {format_bytes(self.balanced_full_save_activation_slot_bytes)}",
-            f"  activation slot maximum useful: {format_bytes(self.maximum_useful_activation_slot_bytes)}",
-            f"  virtual address range: {format_bytes(self.total_virtual_bytes)}; {self._slot_note()}",
-            f"  limits: {self._explain_limits()}",
-            f"  routing tables of a call: {format_bytes(self.routing_table_bytes)}",
-            f"  symmetric regions: {format_bytes(sum(size for _, size in self.symmetric_bytes))}",
-        ]
-        lines += [f"    {name}: {format_bytes(size)}" for name, size in self.symmetric_bytes]
-        return "\n".join(lines)
-
-    def _explain_slots(self) -> str:
-        if self.inference:
-            return "0 slot(s)"
-        if self.activation_slot_capacity_factor is not None:
-            policy = f"balanced capacity factor {self.activation_slot_capacity_factor:g}"
-        elif self.activation_slot_bytes == self.minimum_activation_slot_bytes:
-            policy = "minimum all-recompute"
-        else:
-            policy = "exact per-slot bytes"
-        slot, total = format_bytes(self.activation_slot_bytes), format_bytes(self.total_activation_bytes)
-        return f"{self.num_activation_slots} slot(s) x {slot} = {total} ({policy})"
-
-    def _explain_limits(self) -> str:
-        if self.inference:
-            return "no activation slots; scratch rows are a hard limit, a call that needs more raises"
-        return "slots are a soft limit, past it layers recompute; scratch rows are a hard limit, past it a call raises"
-
-    def _slot_note(self) -> str:
-        if self.inference:
-            return "scratch-only inference; no saved activations"
-        if self.activation_slot_bytes >= self.maximum_useful_activation_slot_bytes:
-            return "all executable routing fits without recompute"
-        if self.activation_slot_bytes >= self.balanced_full_save_activation_slot_bytes:
-            return "balanced routing fits, larger routing may recompute"
-        if self.activation_slot_bytes == self.minimum_activation_slot_bytes:
-            return "all layers recompute at the minimum"
-        return "the budget may avoid recompute for some layers"
+def _weight_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """Rows and columns of an expert's weights; columns are what the forward sums over."""
+    D, F = config.hidden_dim, config.intermediate_dim
+    return {"w13": (2 * F, D), "w2": (D, F)}
 
 
-def format_bytes(num_bytes: int) -> str:
-    """A size in the largest unit that keeps it at 1 or more, and exactly."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.3f} {unit} ({num_bytes:,} bytes)"
-    return f"{num_bytes} B ({num_bytes:,} bytes)"
+def prepared_weight_bytes(config: Config, ep_size: int) -> dict[str, int]:
+    """Bytes of one layer's quantised weights on a rank, values and scales; nothing in bf16."""
+    if config.block_scaled is None:
+        return {}
+    packing, num_experts = PACKINGS[config.block_scaled.format], config.num_experts // ep_size
+
+    def scales(rows: int, columns: int) -> int:
+        return align(rows, SCALE_ATOM[0]) * align(columns // packing.block, SCALE_ATOM[1])
+
+    sizes = {}
+    for name, (rows, columns) in _weight_shapes(config).items():
+        num_scales = scales(rows, columns) + (0 if config.inference else scales(columns, rows))
+        outer = 2 * packing.outer_scale_bytes  # and its inverse
+        sizes[f"{name}_values"] = num_experts * rows * columns // packing.values_per_byte
+        sizes[f"{name}_scales"] = num_experts * (num_scales + outer)
+    return sizes
+
+
+def weight_grad_bytes(config: Config, ep_size: int) -> dict[str, int]:
+    """Bytes of one layer's weight gradients on a rank; they have bf16's size unless Config says fp32."""
+    if config.inference:
+        return {}
+    itemsize, num_experts = (config.wgrad_dtype or torch.bfloat16).itemsize, config.num_experts // ep_size
+    return {name: num_experts * rows * columns * itemsize for name, (rows, columns) in _weight_shapes(config).items()}
 
 
 def _total_factor(config: Config, ep_size: int) -> float:
@@ -247,11 +268,6 @@ def _check(config: Config, ep_size: int, device_factor: float, total_factor: flo
             f"plan_memory: activation_slot_bytes is {config.activation_slot_bytes}, minimum required {minimum} bytes; "
             "every layer of a slot saves at least its input"
         )
-    if config.block_scaled is not None:
-        raise NotImplementedError(
-            f"plan_memory: block-scaled execution ({config.block_scaled.format}) is not in this release; "
-            "leave Config.block_scaled unset"
-        )
 
 
 def _slot_sizes(config: Config, balanced_rows: int, total_rows: int) -> tuple[int, int, int, int]:
@@ -260,9 +276,12 @@ def _slot_sizes(config: Config, balanced_rows: int, total_rows: int) -> tuple[in
         return 0, 0, 0, 0
     num_layers = config.max_moe_layers_per_activation_slot
     minimum = align(num_layers * saved_input_bytes(config), SLOT_ALIGNMENT)
-    balanced = align(num_layers * saved_full_bytes(config, balanced_rows), SLOT_ALIGNMENT)
-    # With few rows (a factor below 1) saving everything takes less than the minimum, which is there in any case.
-    useful = max(minimum, align(num_layers * saved_full_bytes(config, total_rows), SLOT_ALIGNMENT))
+    # Saving everything can take less than the minimum, which is there in any case: with few rows (a factor below 1), or
+    # where MXFP8 rows of one expert a token replace a bf16 x and F is small.
+    balanced, useful = (
+        max(minimum, align(num_layers * saved_full_bytes(config, rows), SLOT_ALIGNMENT))
+        for rows in (balanced_rows, total_rows)
+    )
     if config.activation_slot_bytes is not None:
         chosen = align(config.activation_slot_bytes, SLOT_ALIGNMENT)
     elif config.activation_slot_capacity_factor is not None:
@@ -286,17 +305,30 @@ def _warn(config: Config, ep_size: int, useful_slot: int, chosen_slot: int) -> N
         )
 
 
-def plan_memory(config: Config, ep_size: int, *, device: torch.device | str | None = None) -> MemoryPlan:
+def plan_memory(
+    config: Config,
+    ep_size: int,
+    *,
+    device: torch.device | str | None = None,
+    vmm_granularity_bytes: int | None = None,
+) -> MemoryPlan:
     """Plan the memory of one rank of ep_size ranks. Plain arithmetic on any machine; not collective.
 
-    Args:    device: with host scratch, the device whose driver sizes the mapping; without, it changes nothing.
-    Returns: the plan that create_context would allocate. Sizes of the physical mapping (vmm_*) are None and 0.
+    Args:    device: with host scratch, the device whose driver sizes the mapping; no driver is asked in this release,
+             so that it changes nothing.
+             vmm_granularity_bytes: of the driver's mappings, usually 2 MiB; with host scratch it gives the sizes of the
+             physical mapping, which are None and 0 without it.
+    Returns: the plan that create_context would allocate.
              num_experts / ep_size is rounded down here; create_context refuses a remainder.
-    Raises:  TypeError, ValueError; NotImplementedError for block-scaled configurations and for a physical mapping.
+    Raises:  TypeError, ValueError.
     """
     ep_size = as_int("plan_memory", "ep_size", ep_size)
     if ep_size <= 0:
         raise ValueError(f"plan_memory: ep_size must be positive, got {ep_size}")
+    if vmm_granularity_bytes is not None:
+        vmm_granularity_bytes = as_int("plan_memory", "vmm_granularity_bytes", vmm_granularity_bytes)
+        if vmm_granularity_bytes <= 0:
+            raise ValueError(f"plan_memory: vmm_granularity_bytes must be positive, got {vmm_granularity_bytes}")
     device_factor = min(config.device_scratch_capacity_factor, float(ep_size))
     total_factor = _total_factor(config, ep_size)
     _check(config, ep_size, device_factor, total_factor)
@@ -311,11 +343,12 @@ def plan_memory(config: Config, ep_size: int, *, device: torch.device | str | No
     num_slots = 0 if config.inference else config.num_activation_slots
     device_scratch = scratch_bytes(config, device_rows)
     host_scratch = max(0, scratch_bytes(config, total_rows) - device_scratch)
-    if device is not None and host_scratch:
-        raise NotImplementedError(
-            "plan_memory: mapping host scratch (VmmConfig) is not in this release; plan without a device, or raise "
-            f"device_scratch_capacity_factor to {total_factor:g}"
-        )
+    used_bytes = num_slots * slot + device_scratch + host_scratch
+    granularity, mapped, virtual_bytes = None, (None, None, None), used_bytes
+    if host_scratch and vmm_granularity_bytes is not None:
+        granularity = vmm_granularity_bytes
+        mapped = vmm.sections(num_slots * slot, host_scratch, device_scratch, granularity)
+        virtual_bytes = sum(mapped)
     regions = symmetric_regions(config, ep_size).items()
     return MemoryPlan(
         balanced_recv_rows=balanced_rows,
@@ -333,14 +366,16 @@ def plan_memory(config: Config, ep_size: int, *, device: torch.device | str | No
         activation_slot_capacity_factor=config.activation_slot_capacity_factor,
         total_activation_bytes=num_slots * slot,
         total_device_buffer_bytes=num_slots * slot + device_scratch,
-        total_virtual_bytes=num_slots * slot + device_scratch + host_scratch,
+        total_virtual_bytes=virtual_bytes,
         num_activation_slots=num_slots,
         inference=config.inference,
-        vmm_granularity_bytes=None,
-        vmm_device_prefix_bytes=None,
-        vmm_host_section_bytes=None,
-        vmm_device_scratch_section_bytes=None,
-        vmm_padding_bytes=0,
+        vmm_granularity_bytes=granularity,
+        vmm_device_prefix_bytes=mapped[0],
+        vmm_host_section_bytes=mapped[1],
+        vmm_device_scratch_section_bytes=mapped[2],
+        vmm_padding_bytes=virtual_bytes - used_bytes,
         symmetric_bytes=tuple((name, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in regions),
         routing_table_bytes=routing_table_bytes(config, ep_size),
+        prepared_weight_bytes=tuple(prepared_weight_bytes(config, ep_size).items()),
+        weight_grad_bytes=tuple(weight_grad_bytes(config, ep_size).items()),
     )

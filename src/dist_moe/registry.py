@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import torch
 
 from .config import Config
-from .planner import dedup, plan_memory
+from .planner import MemoryPlan, dedup, plan_memory
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
+GLUON_TRITONS = ("3.6", "3.7", "3.8", "3.9")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def needs_triton(call: Call) -> str | None:
 def needs_hopper(call: Call) -> str | None:
     if problem := needs_triton(call):
         return problem
+    found = metadata.version("triton")
+    if found.rsplit(".", 1)[0] not in GLUON_TRITONS:
+        return f"Gluon changes between versions of Triton; tried on {', '.join(GLUON_TRITONS)}, found {found}"
     if call.device.type != "cuda" or call.compute_capability[0] != 9:
         return "written for the tensor cores of compute capability 9.x"
     return None
@@ -153,6 +157,21 @@ def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace
     return SimpleNamespace(**ops, backends=backends)
 
 
+def not_in_this_release(config: Config, plan: MemoryPlan) -> str | None:
+    """Why no backend can run what was planned, in words; None: it can run."""
+    if config.block_scaled is not None:
+        return (
+            f"block-scaled execution ({config.block_scaled.format}) is not in this release; "
+            "leave Config.block_scaled unset"
+        )
+    if plan.uses_host_scratch:
+        return (
+            "mapping host scratch (VmmConfig) is not in this release; raise device_scratch_capacity_factor to "
+            f"{plan.total_scratch_capacity_factor:g}"
+        )
+    return None
+
+
 def default_device(device: torch.device | str | None = None) -> torch.device:
     """The device of a Context: the one given, else the current GPU, else the CPU."""
     if device is None:
@@ -179,7 +198,11 @@ def explain(
     device = default_device(device)
     call = call_of(device, backend)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
-    lines = [plan_memory(config, ep_size).explain(), f"exchange: {scheme}", f"ops on {device}:"]
+    plan = plan_memory(config, ep_size)
+    lines = [plan.explain(), f"exchange: {scheme}"]
+    if reason := not_in_this_release(config, plan):
+        return "\n".join([*lines, f"ops on {device}: none, {reason}"])
+    lines.append(f"ops on {device}:")
     ops_by_answer: dict[str, list[str]] = {}
     for op in OPS:
         impl, reasons = choose(op, call, backend)

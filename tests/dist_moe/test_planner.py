@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
+from dist_moe.memory_plan import MemoryPlan, format_bytes
 from dist_moe.planner import (
-    MemoryPlan,
     capacity_rows,
     dedup,
-    format_bytes,
+    packed_row_bytes,
     plan_memory,
     routing_table_bytes,
     scratch_layout,
@@ -19,67 +19,7 @@ from dist_moe.planner import (
 
 SMALL = Config(4, 128, 128, 2, 4, 2)  # T, D, F, K, E, layers a slot
 VMM2 = VmmConfig(2.0)
-GUIDE = Config(4096, 4096, 14336, 8, 128, 32, device_scratch_capacity_factor=1.5, vmm=VmmConfig(16.0))
-
-
-SLOT_ONE = replace(SMALL, activation_slot_capacity_factor=1.0, vmm=VMM2)
-SLOT_MORE = replace(SMALL, activation_slot_capacity_factor=1.5, vmm=VMM2)
-SLOT_BYTES = replace(SMALL, activation_slot_bytes=2049, num_activation_slots=3)
-CAPPED = replace(SMALL, device_scratch_capacity_factor=5)  # to 2, the number of ranks
-# A rank with one expert receives T * W rows at most, so that vmm has nothing to hold.
-ONE_EXPERT = Config(128, 512, 256, 8, 8, 1, device_scratch_capacity_factor=2, vmm=VmmConfig(8.0))
-# D > F, odd rows, a slot half way: 196608 + 0.5 * (1381632 - 196608).
-WIDE = Config(64, 512, 192, 4, 16, 3, 1.3, activation_slot_capacity_factor=0.5, num_activation_slots=2)
-EXAMPLES = {  # config, W, rows (balanced, device, total), x, scratch (device, host), slot (min, full, useful, chosen)
-    "P1": (SLOT_ONE, 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 13824)),
-    "P1b": (replace(SMALL, vmm=VMM2), 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 2048)),
-    "P2": (SMALL, 2, (8, 8, 8), 1024, (9 * 1280, 0), (2048, 13824, 13824, 2048)),
-    "P3": (SLOT_BYTES, 2, (8, 8, 8), 1024, (9 * 1280, 0), (2048, 13824, 13824, 2176)),  # exact bytes round up
-    "P4": (SLOT_MORE, 2, (8, 8, 16), 1024, (9 * 1280, 8 * 1280), (2048, 13824, 26112, 19712)),  # 2048 + 1.5 * 11776
-    "P5": (replace(SMALL, inference=True, vmm=VMM2), 2, (8, 8, 16), 1024, (9 * 1024, 8 * 1024), (0, 0, 0, 0)),
-    "P6": (CAPPED, 2, (8, 16, 16), 1024, (17 * 1280, 0), (2048, 13824, 26112, 2048)),
-    "P17": (ONE_EXPERT, 8, (1024, 1024, 1024), 131072, (1025 * 3584, 0), (131072, 2099200, 2099200, 131072)),
-    "P18": (WIDE, 4, (256, 333, 333), 65536, (334 * 3200, 0), (196608, 1381632, 1795584, 789120)),
-}
-
-
-@pytest.mark.parametrize("config, W, rows, x, scratch, slot", EXAMPLES.values(), ids=EXAMPLES)
-def test_examples(config, W, rows, x, scratch, slot):
-    plan = plan_memory(config, W)
-    assert (plan.balanced_recv_rows, plan.device_scratch_capacity_rows, plan.total_scratch_capacity_rows) == rows
-    assert plan.saved_input_bytes_per_layer == x
-    assert (plan.device_scratch_bytes, plan.host_scratch_bytes) == scratch
-    assert plan.uses_host_scratch is (scratch[1] > 0)
-    assert slot == (
-        plan.minimum_activation_slot_bytes,
-        plan.balanced_full_save_activation_slot_bytes,
-        plan.maximum_useful_activation_slot_bytes,
-        plan.activation_slot_bytes,
-    )
-    num_slots = 0 if config.inference else config.num_activation_slots
-    assert plan.num_activation_slots == num_slots and plan.inference is config.inference
-    assert plan.total_activation_bytes == num_slots * slot[-1]
-    assert plan.total_device_buffer_bytes == num_slots * slot[-1] + scratch[0]
-    assert plan.total_virtual_bytes == num_slots * slot[-1] + sum(scratch)
-    assert plan.activation_slot_capacity_factor == config.activation_slot_capacity_factor
-
-
-@pytest.mark.parametrize(
-    "changes, slot",
-    [
-        ({}, 1073741824),
-        ({"activation_slot_bytes": 16 * 2**30}, 17179869184),
-        ({"activation_slot_capacity_factor": 1.0}, 32 * 32769 * 65536),
-    ],
-    ids=["minimum", "16 GiB", "factor 1"],
-)
-def test_guide_table(changes, slot):
-    plan = plan_memory(replace(GUIDE, **changes), 16)
-    assert plan.minimum_activation_slot_bytes == 1073741824
-    assert plan.activation_slot_bytes == slot
-    assert plan.device_scratch_bytes == 49153 * 102400
-    assert plan.host_scratch_bytes == (524288 - 49152) * 102400
-    assert plan.total_device_buffer_bytes == slot + 49153 * 102400
+MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +35,23 @@ def test_guide_table(changes, slot):
 )
 def test_rows_are_rounded_half_up(T, K, factor, rows):
     assert capacity_rows(Config(T, 32, 32, K, 16, 1), 2, factor) == rows
+
+
+@pytest.mark.parametrize(
+    "T, L, factor, rows",
+    [
+        (1, 1, 0.4, 0),  # one expert without a row takes none
+        (1, 1, 1.0, 128),
+        (128, 1, 1.0, 128),  # one expert, full: nothing to pad
+        (129, 1, 1.0, 256),
+        (128, 2, 1.0, 256),  # any split of 128 rows over two experts
+        (130, 2, 1.0, 384),  # 129 and 1, or 2 and 128
+        (16, 32, 1.0, 31 * 128),  # never more than (16 + 32 * 127) rows, though 16 experts at most have one
+    ],
+)
+def test_block_scaled_rows_are_padded_by_expert(T, L, factor, rows):
+    config = Config(T, 32, 32, 1, 2 * L, 1, block_scaled=MXFP8)
+    assert capacity_rows(config, 2, factor) == rows
 
 
 @pytest.mark.parametrize(
@@ -121,6 +78,14 @@ def test_slot_factor(factor, slot):
     assert plan_memory(replace(SMALL, activation_slot_capacity_factor=factor), 2).activation_slot_bytes == slot
 
 
+def test_a_slot_is_never_below_its_minimum():
+    """One route a token and a small F: one byte of x and five of h1 are less than a bf16 x."""
+    config = Config(1024, 4096, 32, 1, 2, 3, activation_slot_capacity_factor=1.0, block_scaled=MXFP8)
+    plan = plan_memory(config, 2)
+    assert plan.activation_slot_bytes == plan.balanced_full_save_activation_slot_bytes == 3 * 2 * 1024 * 4096
+    assert plan.minimum_activation_slot_bytes == 3 * 2 * 1024 * 4096
+
+
 def test_few_rows_do_not_bring_the_useful_slot_below_the_minimum():
     plan = plan_memory(Config(1024, 512, 32, 1, 8, 2, device_scratch_capacity_factor=0.01), 8)
     assert plan.maximum_useful_activation_slot_bytes == plan.minimum_activation_slot_bytes == 2 * 2 * 1024 * 512
@@ -138,13 +103,11 @@ def test_field_order():
     names = [f.name for f in fields(MemoryPlan)]
     assert names[0] == "balanced_recv_rows"
     assert names[15:18] == ["total_virtual_bytes", "num_activation_slots", "inference"]
-    assert names[-3:] == ["vmm_padding_bytes", "symmetric_bytes", "routing_table_bytes"]
+    assert names[-5:-2] == ["vmm_padding_bytes", "symmetric_bytes", "routing_table_bytes"]
+    assert names[-2:] == ["prepared_weight_bytes", "weight_grad_bytes"]
     plan = plan_memory(replace(SMALL, vmm=VMM2), 2)
     sections = [getattr(plan, name) for name in names if name.startswith("vmm_")]
     assert sections == [None, None, None, None, 0]
-
-
-MXFP8 = BlockScaledConfig()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +121,7 @@ MXFP8 = BlockScaledConfig()
         (replace(SMALL, activation_slot_bytes=1024), 2, ValueError, "minimum required 2048 bytes"),
         (replace(SMALL, activation_slot_bytes=2047), 2, ValueError, "minimum required 2048 bytes"),
         (Config(2**26, 32, 32, 8, 8, 1), 4, ValueError, "at most 2147483647, got 2147483648; .*int32"),
-        (replace(SMALL, block_scaled=MXFP8), 2, NotImplementedError, "block-scaled execution .mxfp8_e4m3."),
+        (replace(SMALL, activation_slot_bytes=1024, block_scaled=MXFP8), 2, ValueError, "minimum required 2048 bytes"),
         # two rules broken: the first is named
         (replace(SMALL, activation_slot_bytes=0), 0, ValueError, "ep_size"),
         (
@@ -167,7 +130,6 @@ MXFP8 = BlockScaledConfig()
             ValueError,
             "must cover at least",
         ),
-        (replace(SMALL, activation_slot_bytes=0, block_scaled=MXFP8), 2, ValueError, "minimum required"),
     ],
 )
 def test_refused(config, ep_size, error, words):
@@ -186,10 +148,35 @@ def test_factors_are_compared_after_the_clamp():
     assert plan_memory(replace(SMALL, device_scratch_capacity_factor=5.0, vmm=VMM2), 2).host_scratch_bytes == 0
 
 
-def test_physical_mapping_is_refused_with_a_device():
-    with pytest.raises(NotImplementedError, match="host scratch"):
-        plan_memory(replace(SMALL, vmm=VMM2), 2, device="cuda")
-    plan_memory(replace(SMALL, vmm=VmmConfig(1.0)), 2, device="cuda")  # needs no host bytes
+# The physical mapping
+
+
+def test_mapping_of_a_known_granularity():
+    config = replace(SMALL, activation_slot_capacity_factor=1.0, vmm=VMM2)
+    plan, bare = plan_memory(config, 2, vmm_granularity_bytes=2**21), plan_memory(config, 2)
+    assert (plan.vmm_granularity_bytes, plan.vmm_device_prefix_bytes, plan.vmm_host_section_bytes) == (2**21,) * 3
+    assert plan.vmm_device_scratch_section_bytes == 8 * 2**21  # a small total becomes 20 MiB
+    assert plan.total_virtual_bytes == 10 * 2**21
+    assert plan.vmm_padding_bytes == 10 * 2**21 - bare.total_virtual_bytes == 20971520 - (13824 + 11520 + 10240)
+    assert plan.total_device_buffer_bytes == bare.total_device_buffer_bytes
+
+
+def test_no_mapping_without_granularity_or_host_scratch():
+    for plan in (
+        plan_memory(replace(SMALL, vmm=VMM2), 2, device="cuda"),
+        plan_memory(replace(SMALL, vmm=VmmConfig(1.0)), 2, vmm_granularity_bytes=2**21),
+        plan_memory(SMALL, 2, vmm_granularity_bytes=2**21),
+    ):
+        assert plan.vmm_granularity_bytes is plan.vmm_device_prefix_bytes is plan.vmm_host_section_bytes is None
+        assert plan.vmm_device_scratch_section_bytes is None and plan.vmm_padding_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "granularity, error", [(0, ValueError), (-1, ValueError), (2.0**21, TypeError), (True, TypeError)]
+)
+def test_no_such_granularity(granularity, error):
+    with pytest.raises(error, match="plan_memory: vmm_granularity_bytes must be"):
+        plan_memory(SMALL, 2, vmm_granularity_bytes=granularity)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +261,26 @@ def test_symmetric_regions_of_inference():
     assert "score_grads" not in regions
 
 
+@pytest.mark.parametrize(
+    "D, block_scaled, num_bytes",
+    [
+        (256, MXFP8, 256 + 8 + 8),  # values, scales, padding
+        (512, MXFP8, 512 + 16),
+        (256, NVFP4, 128 + 16 + 4 + 12),
+        (96, NVFP4, 48 + 6 + 4 + 6),
+    ],
+)
+def test_block_scaled_inference_sends_packed_rows(D, block_scaled, num_bytes):
+    config = Config(100, D, 128, 8, 64, 1, inference=True, block_scaled=block_scaled)
+    assert packed_row_bytes(config) == num_bytes
+    assert symmetric_regions(config, 2)["tokens"] == ((1, 100, num_bytes), torch.uint8)
+
+
+def test_block_scaled_training_sends_bf16():
+    config = Config(100, 256, 128, 8, 64, 1)
+    assert symmetric_regions(replace(config, block_scaled=MXFP8), 2) == symmetric_regions(config, 2)
+
+
 def test_one_rank_sends_one_row_a_token():
     assert symmetric_regions(Config(5, 32, 32, 4, 8, 1), 1)["outputs"][0] == (5, 1, 32)
 
@@ -298,6 +305,51 @@ def test_tables_are_sized_by_all_rows_host_scratch_included():
     assert routing_table_bytes(replace(SMALL, vmm=VMM2), 2) == 4 * 4 * 16 + 4 * 3 + 8 * 2 + 4
 
 
+# Weights
+
+VALUES = {"w13_values": 3 * 256 * 256, "w2_values": 3 * 256 * 128}  # of three experts, D = 256, F = 128
+
+
+@pytest.mark.parametrize(
+    "block_scaled, inference, expected",
+    [
+        (None, False, {}),
+        (MXFP8, True, VALUES | {"w13_scales": 3 * 256 * 8, "w2_scales": 3 * 256 * 4}),
+        (MXFP8, False, VALUES | {"w13_scales": 3 * 2 * 256 * 8, "w2_scales": 3 * 2 * 256 * 4}),
+        (
+            NVFP4,  # beside the scales an FP32 scale and its inverse
+            True,
+            {
+                "w13_values": 3 * 2**15,
+                "w13_scales": 3 * (2**12 + 8),
+                "w2_values": 3 * 2**14,
+                "w2_scales": 3 * (2**11 + 8),
+            },
+        ),
+    ],
+)
+def test_prepared_weights_of_a_layer(block_scaled, inference, expected):
+    plan = plan_memory(Config(4, 256, 128, 2, 6, 1, inference=inference, block_scaled=block_scaled), 2)
+    assert dict(plan.prepared_weight_bytes) == expected
+
+
+def test_scales_of_weights_are_whole_atoms():
+    plan = plan_memory(Config(4, 96, 32, 2, 6, 1, block_scaled=MXFP8), 2)
+    assert dict(plan.prepared_weight_bytes) == {
+        "w13_values": 3 * 64 * 96,
+        "w13_scales": 3 * 2 * 512,  # of 64 x 3 scales and of 96 x 2
+        "w2_values": 3 * 96 * 32,
+        "w2_scales": 3 * 2 * 512,
+    }
+
+
+@pytest.mark.parametrize("wgrad_dtype, itemsize", [(None, 2), (torch.bfloat16, 2), (torch.float32, 4)])
+def test_weight_gradients_of_a_layer(wgrad_dtype, itemsize):
+    plan = plan_memory(replace(SMALL, wgrad_dtype=wgrad_dtype), 2)
+    assert dict(plan.weight_grad_bytes) == {"w13": 2 * 256 * 128 * itemsize, "w2": 2 * 128 * 128 * itemsize}
+    assert plan_memory(replace(SMALL, wgrad_dtype=wgrad_dtype, inference=True), 2).weight_grad_bytes == ()
+
+
 # Words
 
 
@@ -318,9 +370,27 @@ def test_explain_of_training():
         "routing tables of a call: 288 B",
         "symmetric regions: 4.500 KiB (4,608 bytes)",
         "tokens: 2.000 KiB (2,048 bytes)",
+        "weight gradients of a layer: 192.000 KiB (196,608 bytes)",
+        "w13: 128.000 KiB (131,072 bytes)",
     ):
         assert words in text, words
-    assert " 0.000" not in text
+    assert " 0.000" not in text and "mapp" not in text and "prepared" not in text
+
+
+def test_explain_of_a_large_mapped_plan():
+    config = Config(8192, 7168, 2048, 8, 256, 4, 1.25, vmm=VmmConfig(), block_scaled=MXFP8)
+    text = plan_memory(config, 32, vmm_granularity_bytes=2**21).explain()
+    for words in (
+        "receive rows: 65536 balanced / 82816 device / 1049472 total",
+        "device scratch: 3.147 GiB (3,378,932,736 bytes)",
+        "virtual address range: 40.318 GiB (43,291,508,736 bytes); all layers recompute",
+        "mapping granularity: 2.000 MiB (2,097,152 bytes)",
+        "mapped: 448.000 MiB (469,762,048 bytes) device / 36.732 GiB (39,441,137,664 bytes) host / 3.148 GiB",
+        "mapping padding: 3.099 MiB (3,249,152 bytes)",
+        "prepared weights of a layer: 357.000 MiB (374,341,632 bytes)",
+        "w2_scales: 7.000 MiB (7,340,032 bytes)",
+    ):
+        assert words in text, words
 
 
 def test_explain_of_inference():
@@ -329,7 +399,7 @@ def test_explain_of_inference():
     assert "activation slots: 0 slot(s)" in text
     assert "scratch-only inference; no saved activations" in text
     assert "hard limit" in text
-    assert "across" not in text and "score_grads" not in text
+    assert "across" not in text and "grad" not in text
     assert plan.total_device_buffer_bytes == plan.device_scratch_bytes
 
 
@@ -357,7 +427,7 @@ def test_explain_names_policy_and_consequence(changes, policy, note):
         (1023, "1023 B (1,023 bytes)"),
         (1024, "1.000 KiB (1,024 bytes)"),
         (3 * 2**20 // 2, "1.500 MiB (1,572,864 bytes)"),
-        (2**40, "1024.000 GiB (1,099,511,627,776 bytes)"),
+        (2**40, "1.000 TiB (1,099,511,627,776 bytes)"),
     ],
 )
 def test_format_bytes(num_bytes, text):
@@ -365,10 +435,11 @@ def test_format_bytes(num_bytes, text):
 
 
 def test_to_dict_holds_every_field_as_json_takes_it():
-    plan = plan_memory(replace(SMALL, vmm=VMM2), 2)
+    plan = plan_memory(replace(SMALL, vmm=VMM2, block_scaled=MXFP8), 2, vmm_granularity_bytes=2**21)
     values = plan.to_dict()
     assert json.loads(json.dumps(values)) == values
-    assert values == asdict(plan) | {"symmetric_bytes": dict(plan.symmetric_bytes)}
+    listed = ("symmetric_bytes", "prepared_weight_bytes", "weight_grad_bytes")
+    assert values == asdict(plan) | {name: dict(getattr(plan, name)) for name in listed}
 
 
 def test_the_capacity_of_the_largest_factor_is_the_worst_that_routing_can_do():

@@ -1,15 +1,20 @@
-"""The plan over random configurations: against the release whose contract it keeps, and the layout of the scratch."""
+"""The plan over random configurations: against the release whose contract it keeps, and the layout of the regions."""
 
 import itertools
 import logging
-import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from tests.reference_plan import EXACT, allowed_excess, reference_plan
 
-from dist_moe.config import Config, VmmConfig
-from dist_moe.planner import MemoryPlan, plan_memory, scratch_bytes, scratch_layout
+from dist_moe.config import BlockScaledConfig, Config, VmmConfig
+from dist_moe.planner import MemoryPlan, plan_memory, saved_full_bytes, scratch_bytes, scratch_layout
+from dist_moe.shapes import align
+
+MXFP8 = tuple(BlockScaledConfig(pipeline=pipeline) for pipeline in ("staged", "mega"))
+NVFP4 = tuple(BlockScaledConfig("nvfp4", pipeline=pipeline) for pipeline in ("staged", "mega"))
 
 
 @pytest.fixture(autouse=True)
@@ -17,91 +22,11 @@ def no_warnings_logged(caplog):
     caplog.set_level(logging.ERROR, logger="dist_moe.planner")
 
 
-def reference_plan(c: Config, W: int) -> dict[str, int]:
-    """The bf16 plan of the release whose contract this package keeps, stated on its own: every region rounded to 128.
-
-    Its scratch keeps grad_h1 apart from h1, its slots keep the route outputs h3.
-    """
-    T, D, F, K = c.num_local_input_tokens, c.hidden_dim, c.intermediate_dim, c.top_k
-    local_experts, layers = c.num_experts // W, c.max_moe_layers_per_activation_slot
-
-    def up(n):
-        return -(-n // 128) * 128
-
-    def rows(f):
-        return min(int(T * K * f + 0.5), T * W * min(K, local_experts))
-
-    def scratch(R):
-        if c.inference:
-            return up(2 * R * D) + up(4 * R * F) + up(2 * R * F)
-        return up(2 * R * D) + 2 * up(4 * R * F) + up(2 * R * F) + (up(2 * R * D) if D > F else 0)
-
-    def full(R):
-        return up(2 * R * D) + up(4 * R * F) + up(2 * T * K * D)
-
-    device_factor = min(c.device_scratch_capacity_factor, W)
-    total_factor = device_factor if c.vmm is None else min(c.vmm.total_scratch_capacity_factor, W)
-    if total_factor < device_factor:
-        raise ValueError("must cover at least")
-    x = up(2 * T * D)
-    minimum, balanced, useful = up(layers * x), up(layers * full(rows(1.0))), up(layers * full(rows(total_factor)))
-    slot, num_slots = minimum, c.num_activation_slots
-    if c.activation_slot_bytes is not None:
-        if c.activation_slot_bytes < minimum:
-            raise ValueError(f"minimum required {minimum} bytes")
-        slot = up(c.activation_slot_bytes)
-    elif c.activation_slot_capacity_factor is not None:
-        slot = up(minimum + math.ceil(c.activation_slot_capacity_factor * (balanced - minimum)))
-    if c.inference:
-        minimum = balanced = useful = slot = num_slots = 0
-    device_rows, total_rows = rows(device_factor), rows(total_factor)
-    device = scratch(device_rows)
-    host = max(0, scratch(total_rows) - device)
-    return {
-        "balanced_recv_rows": T * K,
-        "device_scratch_capacity_rows": device_rows,
-        "total_scratch_capacity_rows": total_rows,
-        "device_scratch_capacity_factor": device_factor,
-        "total_scratch_capacity_factor": total_factor,
-        "saved_input_bytes_per_layer": x,
-        "minimum_activation_slot_bytes": minimum,
-        "num_activation_slots": num_slots,
-        "device_scratch_bytes": device,
-        "host_scratch_bytes": host,
-        "balanced_full_save_activation_slot_bytes": balanced,
-        "maximum_useful_activation_slot_bytes": useful,
-        "activation_slot_bytes": slot,
-        "total_activation_bytes": num_slots * slot,
-        "total_device_buffer_bytes": num_slots * slot + device,
-        "total_virtual_bytes": num_slots * slot + device + host,
-    }
-
-
-def allowed_excess(c: Config, figures: dict[str, int]) -> dict[str, int]:
-    """How far a byte figure may exceed the reference's: one row pitch a region."""
-    x, h1, h2 = 2 * c.hidden_dim, 4 * c.intermediate_dim, 2 * c.intermediate_dim
-    scratch = x + h1 + h2 + (0 if c.inference else x)
-    slot = 0 if c.inference else c.max_moe_layers_per_activation_slot * (x + h1)
-    chosen = 0
-    if c.activation_slot_capacity_factor is not None:
-        chosen = math.ceil(max(1.0, c.activation_slot_capacity_factor) * slot)
-    activation = figures["num_activation_slots"] * chosen
-    return {
-        "device_scratch_bytes": scratch,
-        "host_scratch_bytes": scratch,
-        "balanced_full_save_activation_slot_bytes": slot,
-        "maximum_useful_activation_slot_bytes": slot,
-        "activation_slot_bytes": chosen,
-        "total_activation_bytes": activation,
-        "total_device_buffer_bytes": activation + scratch,
-        "total_virtual_bytes": activation + scratch,
-    }
-
-
-def random_case(rng: random.Random) -> tuple[Config, int]:
+def random_case(rng: random.Random, precisions) -> tuple[Config, int]:
+    """A Config and a number of ranks; NVFP4 for inference only."""
     W = rng.choice((1, 2, 3, 4, 5, 8, 16, 64))
     num_experts = W * rng.choice((1, 2, 3, 4, 15, 32))
-    inference = rng.random() < 0.25
+    inference = rng.random() < 0.3
     config = Config(
         rng.choice((1, 2, 3, 7, 64, 100, 333, 4096, 8193)),
         32 * rng.choice((1, 2, 3, 4, 8, 45, 90, 224)),
@@ -111,6 +36,7 @@ def random_case(rng: random.Random) -> tuple[Config, int]:
         rng.choice((1, 2, 3, 32)),
         rng.choice((0.01, 0.5, 1.0, 1.25, 1.3, 2.0, 5, rng.uniform(0.05, 2.0 * W))),
         inference=inference,
+        block_scaled=rng.choice([p for p in precisions if inference or p not in NVFP4]),
         num_activation_slots=rng.choice((0, 1) if inference else (1, 2, 5)),
         vmm=rng.choice((None, None, VmmConfig(1.0), VmmConfig(2.0), VmmConfig(), VmmConfig(rng.uniform(0.05, 9)))),
     )
@@ -125,9 +51,9 @@ def random_case(rng: random.Random) -> tuple[Config, int]:
     return config, W
 
 
-def random_cases(seed: int, number: int):
+def random_cases(seed: int, number: int, precisions=(None, *MXFP8, *NVFP4)):
     rng = random.Random(seed)
-    return [random_case(rng) for _ in range(number)]
+    return [random_case(rng, precisions) for _ in range(number)]
 
 
 def outcome(plan, config: Config, W: int):
@@ -137,8 +63,14 @@ def outcome(plan, config: Config, W: int):
         return error
 
 
+def kind_of(config: Config) -> str:
+    precision = config.block_scaled
+    name = "bf16" if precision is None else f"{precision.format} {precision.pipeline}"
+    return name + (" inference" if config.inference else "")
+
+
 def test_rows_minimum_and_errors_are_the_references_and_no_byte_figure_is_more():
-    num_plans = {"training": 0, "inference": 0, "error": 0}
+    num_plans = Counter()
     for config, W in random_cases(seed=1, number=2000):
         ours, reference = outcome(plan_memory, config, W), outcome(reference_plan, config, W)
         if isinstance(reference, ValueError):
@@ -146,20 +78,34 @@ def test_rows_minimum_and_errors_are_the_references_and_no_byte_figure_is_more()
             num_plans["error"] += 1
             continue
         assert isinstance(ours, MemoryPlan), (config, W, ours)
-        num_plans["inference" if config.inference else "training"] += 1
+        num_plans[kind_of(config)] += 1
         allowed = allowed_excess(config, reference)
-        for name, expected in reference.items():
-            got = getattr(ours, name)
-            if name in allowed:
-                assert got <= expected + allowed[name], (name, config, W)
-            else:
-                assert got == expected, (name, config, W)
-    assert min(num_plans.values()) > 300
+        assert sorted([*EXACT, *allowed]) == sorted(reference)
+        for name in EXACT:
+            assert getattr(ours, name) == reference[name], (name, config, W)
+        for name, most in allowed.items():
+            assert getattr(ours, name) <= reference[name] + most, (name, config, W)
+        assert ours.total_device_buffer_bytes == ours.total_activation_bytes + ours.device_scratch_bytes
+        assert ours.total_virtual_bytes == ours.total_device_buffer_bytes + ours.host_scratch_bytes
+    assert len(num_plans) == 9 and min(num_plans.values()) > 60, num_plans
+
+
+def test_no_slot_has_room_for_route_outputs():
+    """The reference keeps h3, 2 D bytes a route, in every layer that recomputes nothing."""
+    for config, W in random_cases(seed=4, number=500):
+        ours = outcome(plan_memory, config, W)
+        if isinstance(ours, ValueError) or config.inference:
+            continue
+        reference, layers = reference_plan(config, W), config.max_moe_layers_per_activation_slot
+        h3 = layers * 2 * config.num_local_input_tokens * config.top_k * config.hidden_dim
+        for name in ("balanced_full_save_activation_slot_bytes", "maximum_useful_activation_slot_bytes"):
+            most = reference[name] - h3 + allowed_excess(config, reference)[name] + 128 * layers
+            assert getattr(ours, name) <= max(most, ours.minimum_activation_slot_bytes), (name, config, W)
 
 
 def test_regions_are_aligned_disjoint_inside_the_scratch_and_above_the_slots():
     rng = random.Random(2)
-    for config, W in random_cases(seed=3, number=500):
+    for config, W in random_cases(seed=3, number=500, precisions=[None]):
         plan = outcome(plan_memory, config, W)
         if isinstance(plan, ValueError):
             continue
@@ -185,25 +131,80 @@ def test_regions_are_aligned_disjoint_inside_the_scratch_and_above_the_slots():
                 assert total_bytes - spans[0][0] <= scratch_bytes(config, num_rows)  # a call of fewer rows takes less
 
 
-README = Config(4, 128, 128, 2, 4, 2)
-TO_2 = VmmConfig(2.0)
-WIDE = Config(64, 512, 192, 4, 16, 3, 1.3, activation_slot_capacity_factor=0.5, num_activation_slots=2)
-PUBLISHED = [  # config, W, the release's own scratch (device, host) and slot (balanced full-save, useful, chosen)
-    (replace(README, activation_slot_capacity_factor=1.5, vmm=TO_2), 2, (12288, 12288), (16384, 28672, 23552)),
-    (replace(README, activation_slot_bytes=2049, num_activation_slots=3), 2, (12288, 0), (16384, 16384, 2176)),
-    (replace(README, inference=True, vmm=TO_2), 2, (8192, 8192), (0, 0, 0)),
-    (replace(README, device_scratch_capacity_factor=5), 2, (24576, 0), (16384, 28672, 2048)),
-    (Config(128, 512, 256, 8, 8, 1, 2.0, vmm=VmmConfig(8.0)), 8, (4718592, 0), (3145728, 3145728, 131072)),
-    (WIDE, 4, (1321344, 0), (2162688, 2576640, 1179648)),
-]
+# Block-scaled regions
 
 
-@pytest.mark.parametrize("config, W, scratch, slot", PUBLISHED, ids=["P4", "P3", "P5", "P6", "P17", "P18"])
-def test_the_statement_of_the_reference_gives_its_published_figures(config, W, scratch, slot):
-    figures = reference_plan(config, W)
-    assert (figures["device_scratch_bytes"], figures["host_scratch_bytes"]) == scratch
-    assert slot == (
-        figures["balanced_full_save_activation_slot_bytes"],
-        figures["maximum_useful_activation_slot_bytes"],
-        figures["activation_slot_bytes"],
-    )
+def packed(config: Config, width: int) -> int:
+    """Bytes of the values of a row."""
+    return width // 2 if config.block_scaled.format == "nvfp4" else width
+
+
+def row_scales(config: Config, rows: int, width: int) -> int:
+    nvfp4 = config.block_scaled.format == "nvfp4"
+    return rows * (align(width // (16 if nvfp4 else 32), 4) + (4 if nvfp4 else 0))
+
+
+class Walk:
+    """Regions taken down from an end, each at a multiple of its pitch; scales at multiples of 128."""
+
+    def __init__(self, end: int):
+        self.end = end
+
+    def take(self, rows: int, pitch: int) -> None:
+        self.end = (self.end - rows * pitch) // pitch * pitch
+
+    def take_scales(self, num_bytes: int) -> None:
+        assert num_bytes % 128 == 0 and self.end % 128 == 0
+        self.end -= num_bytes
+
+
+def lowest_byte(config: Config, total_bytes: int, rows: int) -> int:
+    D, F, staged = config.hidden_dim, config.intermediate_dim, config.block_scaled.pipeline == "staged"
+    columns = [] if config.inference else [D, F, D, 2 * F]  # x, h2, dy, g1
+    row_bundles = [[D], [F]] if staged else [[D, F]]  # what may lie in one place
+    row_bundles += [] if config.inference else [[2 * F]]
+    walk = Walk(total_bytes)
+    walk.take(rows, 4 * F)
+    for width in columns:
+        walk.take_scales(rows // 32 * width)
+    alternatives = [Walk(walk.end) for _ in row_bundles]
+    for place, widths in zip(alternatives, row_bundles, strict=True):
+        for width in widths:
+            place.take_scales(row_scales(config, rows, width))
+        for width in widths:
+            place.take(rows, packed(config, width))
+    walk.end = min(place.end for place in alternatives)
+    for width in columns:
+        walk.take(rows, width)
+    if not config.inference:
+        walk.take(rows, 2 * F)
+    return walk.end
+
+
+def test_block_scaled_regions_fit_in_the_scratch():
+    rng = random.Random(5)
+    for config, W in random_cases(seed=6, number=500, precisions=(*MXFP8, *NVFP4)):
+        plan = outcome(plan_memory, config, W)
+        if isinstance(plan, ValueError):
+            continue
+        for rows, total_bytes in (
+            (plan.device_scratch_capacity_rows, plan.total_device_buffer_bytes),
+            (plan.total_scratch_capacity_rows, plan.total_virtual_bytes),
+        ):
+            assert lowest_byte(config, total_bytes, rows) >= plan.total_activation_bytes, (config, W)
+            fewer = rng.randint(0, rows // 128) * 128
+            assert total_bytes - lowest_byte(config, total_bytes, fewer) <= scratch_bytes(config, fewer)
+
+
+def test_block_scaled_layers_fit_in_the_slot():
+    """A layer that recomputes nothing, up from a multiple of 128: the scales of x and h2, h1, their values."""
+    for config, W in random_cases(seed=7, number=500, precisions=MXFP8):
+        plan = outcome(plan_memory, config, W)
+        if isinstance(plan, ValueError) or config.inference:
+            continue
+        rows, D, F = plan.total_scratch_capacity_rows, config.hidden_dim, config.intermediate_dim
+        start = end = 128 * random.Random(rows).randint(0, 1000)
+        end += rows // 32 * (D + F)
+        for pitch in (4 * F, D, F):
+            end = align(end, pitch) + rows * pitch
+        assert end - start <= saved_full_bytes(config, rows), (config, W)
