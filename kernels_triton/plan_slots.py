@@ -1,7 +1,7 @@
 """The slot planner on the device: what a layer keeps in its activation slot, and where all rows of a call lie.
 
-    slots, up:      x_RD and h1 of a layer that is kept, x of one that is not; a layer is kept if on every rank both fit
-                    in the slot and leave room for the x of the layers still to come
+    slots, up:      of each layer x_RD and h1 (KEEPS_ROWS), x and h1 (KEEPS_H1) or x alone (KEEPS_X): the most that on
+                    every rank leaves room for the layers still to come, see _choose_kept
     scratch, down:  x_RD, h1, h2 (g2), h3 (dy) by the actual number of rows; each starts at a multiple of its row pitch
 
 Grid: one program, scalars and one vector over the ranks. Reads rank_rows_W of route, so every rank decides alike; reads
@@ -15,10 +15,12 @@ import triton.language as tl
 from dist_moe import shapes
 from dist_moe.shapes import next_power_of_2
 
+from ._device import delay
 from ._fault import set_fault
 from ._launch import launched
 
-KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
+KEEPS_X, KEEPS_H1, KEEPS_ROWS = (tl.constexpr(kept) for kept in (shapes.KEEPS_X, shapes.KEEPS_H1, shapes.KEEPS_ROWS))
+KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP_X, SKIP_H1 = (
     tl.constexpr(word)
     for word in (
         shapes.PLACE_KEPT,
@@ -30,20 +32,54 @@ KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP = (
         shapes.PLACE_H1,
         shapes.PLACE_H2,
         shapes.PLACE_H3,
-        shapes.PLACE_SKIP,
+        shapes.PLACE_SKIP_X,
+        shapes.PLACE_SKIP_H1,
     )
 )
 HEADER_KEPT, HEADER_SLOT, HEADER_LAYER, HEADER_FORWARD = (
     tl.constexpr(word) for word in (shapes.HEADER_KEPT, shapes.HEADER_SLOT, shapes.HEADER_LAYER, shapes.HEADER_FORWARD)
+)
+STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SLOTS = (
+    tl.constexpr(word)
+    for word in (
+        shapes.STATS_CALLS,
+        shapes.STATS_ROWS,
+        shapes.STATS_MOST_ROWS,
+        shapes.STATS_KEPT,
+        shapes.STATS_SLOTS,
+    )
 )
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
 
 
 @triton.jit
-def _full_bytes(rows, D, F):
-    """Bytes of x_RD and h1 in a slot; a row more of each, because a start is rounded up to the row pitch."""
-    return ((rows + 1) * (2 * D + 4 * F) + 127) // 128 * 128
+def _kept_bytes(kept, rows, D, F, x_bytes):
+    """Bytes of a layer in a slot; a row more of x_RD and h1, because a start is rounded up to the row pitch."""
+    x = tl.where(kept == KEEPS_ROWS, (rows + 1) * (2 * D), x_bytes)
+    h1 = tl.where(kept == KEEPS_X, 0, (rows + 1) * (4 * F))
+    return (x + h1 + 127) // 128 * 128
+
+
+@triton.jit
+def _choose_kept(used, rows, mask, still_to_come, D, F, slot_bytes, x_bytes, x_h1_bytes):
+    """The most that a layer may keep: rows while the layers to come can keep x and h1 at balanced rows, or where rows
+    take no more than x and h1 do; h1 while those can keep x.
+
+    Example (D = F = 32, slot of 3072 bytes, x 256, x and h1 of balanced rows 896, one layer to come, nothing used): 9
+    rows make 1920 bytes of rows, 1920 + 896 <= 3072: KEEPS_ROWS. 11 rows make 2304, and 1792 of x and h1, 1792 + 256 <=
+    3072: KEEPS_H1. 20 rows make 2944 of x and h1: KEEPS_X.
+    """
+    full = _kept_bytes(KEEPS_ROWS, rows, D, F, x_bytes)
+    x_h1 = _kept_bytes(KEEPS_H1, rows, D, F, x_bytes)
+    full_end = tl.max(tl.where(mask, used + full, 0))
+    x_h1_end = tl.max(tl.where(mask, used + x_h1, 0))
+    rows_are_less = tl.max(tl.where(mask, full - x_h1, 0)) <= 0
+    keeps_rows = (full_end + still_to_come * x_h1_bytes <= slot_bytes) | (
+        rows_are_less & (full_end + still_to_come * x_bytes <= slot_bytes)
+    )
+    keeps_h1 = x_h1_end + still_to_come * x_bytes <= slot_bytes
+    return tl.where(keeps_rows, KEEPS_ROWS, tl.where(keeps_h1, KEEPS_H1, KEEPS_X))
 
 
 @triton.jit
@@ -54,7 +90,7 @@ def _take(end, rows, pitch):
 
 @triton.jit
 def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.constexpr):
-    """Write the scratch words; XR and H1 only if they are not kept, though they are walked in any case.
+    """Write the scratch words; XR and H1 only if they are not in the slot, though they are walked in any case.
 
     Example: D = F = 32 (pitches 64, 128, 64, 64), 1024 bytes, 2 rows: XR = 14 (byte 896), H1 = 5 (640), H2 = 8 (512),
     H3 = 6 (384).
@@ -66,76 +102,109 @@ def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.conste
         h3 = _take(h2 * (2 * F), rows, 2 * D)
     else:
         h3 = xr
-    if kept == 0:
+    if kept != KEEPS_ROWS:
         tl.store(place_ptr + XR, xr)
+    if kept == KEEPS_X:
         tl.store(place_ptr + H1, h1)
     tl.store(place_ptr + H2, h2)
     tl.store(place_ptr + H3, h3)
+
+
+@triton.jit
+def _add(ptr, value):
+    tl.store(ptr, tl.load(ptr) + value)
+
+
+@triton.jit
+def _raise_to(ptr, value):
+    tl.store(ptr, tl.maximum(tl.load(ptr), value))
 
 
 @launched
 @triton.jit(do_not_specialize=["rank", "slot", "depth"])
 def _plan_forward(
     rank_rows_ptr,  # [W] int64
+    row_start_ptr,  # [L + 1] int32
     call_ptr,
     slot_used_ptr,  # [N, W] int64
     slot_layers_ptr,  # [N] int64
     slot_calls_ptr,  # [N, deepest] int64
+    stats_ptr,  # [STATS_SLOTS + N + L] int64
     place_ptr,
     fault_ptr,
     rank,
     slot,
     depth,
+    num_slots,
     deepest,
     W,
+    L,
     D,
     F,
     slot_bytes,
     x_bytes,
+    x_h1_bytes,
     total_bytes,
     SAVE: tl.constexpr,
     TRAINING: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
 ):
-    """One program.
+    """One program. A slot of -1 is that of a forward which a checkpoint will run again: it is not counted.
 
-    Example (D = F = 32, slot of 3072 bytes, x 256, depth 2, W = 2): rows (4, 3) make full 1024 and 768 bytes of an
-    empty slot: 1024 + 256 <= 3072, kept, used = (1024, 768). Rank 0: XR = 0, H1 = 2 (byte 256, where x_RD ends).
-    Then rows (2, 11) make 640 and 2304: 768 + 2304 <= 3072, kept too. With (2, 12), 2560 bytes, it were not: x alone at
-    element 512 of rank 0 (byte 1024), used = (1280, 1024).
+    Example (D = F = 32, slot of 3072 bytes, x 256, x and h1 of balanced rows 896, depth 2, W = 2): rows (4, 3) make
+    1024 and 768 bytes of rows in an empty slot: 1024 + 896 <= 3072, KEEPS_ROWS, used = (1024, 768). Rank 0: XR = 0 and
+    H1 = 2 (byte 256, where x_RD ends). Then rows (2, 11) make 640 and 2304: 768 + 2304 <= 3072, KEEPS_ROWS too. With
+    (2, 12) rows make 2560 and x and h1 1920: KEEPS_H1, x at element 512 of rank 0 (byte 1024), H1 = 10 (byte 1280),
+    used = (1664, 2688).
     """
-    tl.store(place_ptr + KEPT, 0)
-    tl.store(place_ptr + SKIP, 1)
+    tl.store(place_ptr + KEPT, KEEPS_X)
+    tl.store(place_ptr + SKIP_X, 1)
+    tl.store(place_ptr + SKIP_H1, 1)
     if tl.load(fault_ptr) != 0:
         return
     rows = tl.load(rank_rows_ptr + rank)
-    kept = 0
+    kept = tl.full([], KEEPS_X, tl.int32)
     if SAVE:
         layer = tl.load(slot_layers_ptr + slot)
         if layer >= depth:
             set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, depth)
             return
         w = tl.arange(0, BLOCK_W)
-        full = _full_bytes(tl.load(rank_rows_ptr + w, mask=w < W, other=0), D, F)
+        rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
         used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
+        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes)
         start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
-        reach = tl.max(tl.where(w < W, used + full, 0)) + (depth - 1 - layer) * x_bytes
-        kept = (reach <= slot_bytes).to(tl.int32)
-        if kept != 0:
+        if kept == KEEPS_ROWS:
             xr = (start + 2 * D - 1) // (2 * D)
             tl.store(place_ptr + XR, xr)
-            tl.store(place_ptr + H1, ((xr + rows) * (2 * D) + 4 * F - 1) // (4 * F))
+            start = (xr + rows) * (2 * D)
         else:
             tl.store(place_ptr + X, start // 2)
-        tl.store(slot_used_ptr + slot * W + w, used + tl.where(kept != 0, full, x_bytes), mask=w < W)
+            start += x_bytes
+        if kept != KEEPS_X:
+            tl.store(place_ptr + H1, (start + 4 * F - 1) // (4 * F))
+        used += _kept_bytes(kept, rows_W, D, F, x_bytes)
+        tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
+        _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
+        _add(stats_ptr + STATS_KEPT + kept, 1)
         tl.store(slot_layers_ptr + slot, layer + 1)
         tl.store(place_ptr + KEPT, kept)
-        tl.store(place_ptr + SKIP, kept)
+        tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
+        tl.store(place_ptr + SKIP_H1, (kept != KEEPS_X).to(tl.int64))
         tl.store(place_ptr + SLOT, slot)
         tl.store(place_ptr + LAYER, layer)
         call = tl.load(call_ptr)
         tl.store(place_ptr + EPOCH, call >> EPOCH_SHIFT)
         tl.store(slot_calls_ptr + slot.to(tl.int64) * deepest + layer, call)
+    if slot >= 0:
+        _add(stats_ptr + STATS_CALLS, 1)
+        _add(stats_ptr + STATS_ROWS, rows)
+        _raise_to(stats_ptr + STATS_MOST_ROWS, rows)
+        e = tl.arange(0, BLOCK_L)
+        count = tl.load(row_start_ptr + e + 1, mask=e < L, other=0) - tl.load(row_start_ptr + e, mask=e < L, other=0)
+        expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
+        tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
     _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
 
 
@@ -164,11 +233,12 @@ def _plan_backward(
 ):
     """One program. A layer that is not the newest of its slot, or of another epoch, is a fault.
 
-    Example: after the second forward of _plan_forward (used = (1280, 1024), 2 layers), its place with LAYER = 1 gives
-    used = (1024, 768), 1 layer, SKIP = 0 (x_RD and h1 must be made again); given once more it is a fault.
+    Example: after the last forward of _plan_forward (used = (1664, 2688), 2 layers), its place with LAYER = 1 gives
+    used = (1024, 768), 1 layer, SKIP_X = 0 and SKIP_H1 = 1 (x_RD must be made again); once more it is a fault.
     """
-    tl.store(place_ptr + KEPT, 0)
-    tl.store(place_ptr + SKIP, 1)
+    tl.store(place_ptr + KEPT, KEEPS_X)
+    tl.store(place_ptr + SKIP_X, 1)
+    tl.store(place_ptr + SKIP_H1, 1)
     if tl.load(fault_ptr) != 0:
         return
     slot, layer = tl.load(saved_place_ptr + SLOT), tl.load(saved_place_ptr + LAYER)
@@ -177,14 +247,16 @@ def _plan_backward(
     if (layer != newest) | (tl.load(saved_place_ptr + EPOCH) != tl.load(call_ptr) >> EPOCH_SHIFT):
         set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, newest)
         return
+    delay(layer)  # before the header is written, which peers verify
     kept = tl.load(saved_place_ptr + KEPT)
     w = tl.arange(0, BLOCK_W)
-    full = _full_bytes(tl.load(rank_rows_ptr + w, mask=w < W, other=0), D, F)
+    rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
     used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
-    tl.store(slot_used_ptr + slot * W + w, used - tl.where(kept != 0, full, x_bytes), mask=w < W)
+    tl.store(slot_used_ptr + slot * W + w, used - _kept_bytes(kept, rows_W, D, F, x_bytes), mask=w < W)
     tl.store(slot_layers_ptr + slot, newest)
     tl.store(place_ptr + KEPT, kept)
-    tl.store(place_ptr + SKIP, kept)
+    tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
+    tl.store(place_ptr + SKIP_H1, (kept != KEEPS_X).to(tl.int64))
     tl.store(place_ptr + SLOT, slot)
     tl.store(place_ptr + LAYER, layer)
     tl.store(place_ptr + EPOCH, tl.load(saved_place_ptr + EPOCH))
@@ -200,6 +272,7 @@ def _plan_backward(
 
 def plan_forward(
     rank_rows_W,
+    row_start_P,
     *,
     rank,
     slot,
@@ -210,6 +283,7 @@ def plan_forward(
     slot_used_NW,
     slot_layers_N,
     slot_calls_NM,
+    stats_S,
     place,
     fault_F,
 ):
@@ -217,29 +291,35 @@ def plan_forward(
 
     Args:  save: whether a backward will follow; without it the slots are not touched.
     """
-    g, W = geometry, rank_rows_W.numel()
+    g, W, L = geometry, rank_rows_W.numel(), row_start_P.numel() - 1
     assert not save or 0 <= slot < slot_layers_N.numel(), (slot, slot_layers_N.numel())
     _plan_forward[(1,)](
         rank_rows_W,
+        row_start_P,
         call_1,
         slot_used_NW,
         slot_layers_N,
         slot_calls_NM,
+        stats_S,
         place,
         fault_F,
         rank,
         slot,
         depth,
+        slot_layers_N.numel(),
         slot_calls_NM.shape[1],
         W,
+        L,
         g.hidden_dim,
         g.intermediate_dim,
         g.slot_bytes,
         g.x_bytes,
+        g.x_h1_bytes,
         g.total_bytes,
         SAVE=save,
         TRAINING=g.training,
         BLOCK_W=next_power_of_2(W),
+        BLOCK_L=next_power_of_2(L),
         num_warps=1,
     )
 

@@ -47,7 +47,7 @@ def _slots_that_differ(rank, context):
 
 CALLS = {
     "swapped backwards": (_swapped_backwards, "activation slot of a backward of rank 0 is 0, of rank 1 1"),
-    "depths that differ": (_depths_that_differ, "of rank 0 is rows kept, of rank 1 x kept, rows recomputed"),
+    "depths that differ": (_depths_that_differ, "of rank 0 is rows of x and h1 kept, of rank 1 x and h1 kept"),
     "slots that differ": (_slots_that_differ, "rank 0 .* rank 1"),
 }
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_moe import create_context, reference, testing
-from dist_moe.planner import dedup
+from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
 from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
@@ -73,12 +73,17 @@ def test_recomputed_from_x_equals_saved_bit_for_bit(K, E, backend):
     assert_results_equal(first, recomputed)
 
 
-def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(backend):
-    """Three layers with room for one full save: the first keeps its rows, the others recompute; equal bits."""
-    case = Case("three layers", routing="balanced")
+@pytest.mark.parametrize("K, E", [(2, 4), (4, 8)], ids=["per-route", "de-duplicated"])
+def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(K, E, backend):
+    """Three layers that keep the rows of x and h1, x and h1, or x alone, as the slot allows: equal bits."""
+    case = Case("three layers", K=K, E=E, routing="balanced")
+    config, balanced = case.config(), case.T * case.K
+    x, x_h1, rows = saved_input_bytes(config), saved_h1_bytes(config, balanced), saved_full_bytes(config, balanced)
+    kept_of = {3 * rows: [2, 2, 2], rows + 2 * x_h1: [2, 1, 1], 2 * x_h1 + x: [1, 1, 0], 3 * x: [0, 0, 0]}
     outs = []
-    for factor in (0.0, 0.4, 1.0):
-        config = case.config(max_moe_layers_per_activation_slot=3, activation_slot_capacity_factor=factor)
+    for slot_bytes in kept_of:
+        sizes = {"activation_slot_bytes": slot_bytes, "activation_slot_capacity_factor": None}
+        config = case.config(max_moe_layers_per_activation_slot=3, **sizes)
         with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
             inputs = [to(context.device, rank) for rank in case.inputs()]
             x = [rank.x_TD.requires_grad_() for rank in inputs]
@@ -89,7 +94,7 @@ def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(backend):
                 inputs = [replace(rank, x_TD=out) for rank, out in zip(inputs, outs_TD, strict=True)]
             torch.autograd.backward(outs_TD, [rank.grad_out_TD for rank in inputs])
             context.check()
-            assert kept == {0.0: [0, 0, 0], 0.4: [1, 0, 0], 1.0: [1, 1, 1]}[factor]
+            assert kept == kept_of[slot_bytes]
             assert not context.ranks[0].slot_used_NW.any() and not context.ranks[1].slot_layers_N.any()
             outs.append([out.detach() for out in outs_TD] + [tensor.grad for tensor in x])
     for other in outs[1:]:

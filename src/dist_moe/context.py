@@ -14,10 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import errors, moe, shapes
+from . import errors, memory_stats, moe, shapes
 from .config import Config, as_bool, as_float, as_int, config_hash
-from .planner import MemoryPlan, dedup, plan_memory, saved_input_bytes, symmetric_regions
-from .registry import default_device, resolve
+from .memory_stats import MemoryStats
+from .planner import (
+    MemoryPlan,
+    capacity_rows,
+    dedup,
+    plan_memory,
+    saved_h1_bytes,
+    saved_input_bytes,
+    symmetric_regions,
+)
+from .registry import default_device, not_in_this_release, resolve
 from .slots import SavedForward, SavedForwards
 from .symm import World
 
@@ -117,6 +126,29 @@ class Context:
         self.require_open()
         self._synchronize()
         self.raise_fault()
+
+    def memory_stats(self, rank: int | None = None) -> MemoryStats:
+        """What this rank's calls received, kept and used; waits for the device, so not between the calls of a step.
+
+        Args:    rank: of a virtual World, whose; default its first.
+        Raises:  ValueError for a rank that does not live here; RuntimeError while a CUDA graph is captured.
+        """
+        self.require_open()
+        ranks = {r.rank: r for r in self.ranks}
+        rank = self.ranks[0].rank if rank is None else rank
+        if rank not in ranks:
+            raise ValueError(f"memory_stats: rank {rank} does not live in this process, {sorted(ranks)} do")
+        if self._is_capturing():
+            raise RuntimeError("memory_stats reads the device, which a capture cannot hold")
+        self._synchronize()
+        return memory_stats.read(ranks[rank].stats_S, self.config, self.memory_plan)
+
+    def reset_memory_stats(self) -> None:
+        """Count from zero again, on this rank; in stream order, so it may be captured. reset() leaves the counts."""
+        self.require_open()
+        with self._lock, self._device_guard():
+            for r in self.ranks:
+                r.stats_S.zero_()
 
     def raise_fault(self) -> None:
         """Raise the fault that has reached the host, without waiting for the device."""
@@ -354,7 +386,8 @@ def create_context(
              backend: "triton" or "reference" for every op; None: the best that runs on the device.
     Returns: the Context; `with create_context(...) as context` closes it.
     Raises:  TypeError, ValueError for arguments; RuntimeError when CUDA or the backend is missing; RankMismatchError
-             naming rank and field when configurations differ; PeerAbortedError when another rank failed here.
+             naming rank and field when configurations differ; PeerAbortedError when another rank failed here;
+             NotImplementedError for what can be planned only: block-scaled formats and scratch on the host.
     Order:   collective over the group; all ranks in the same order.
     """
     # What one rank refuses, all learn of, instead of waiting for it: they meet first, whatever the arguments.
@@ -375,7 +408,8 @@ def create_context(
         if refused is not None:
             raise refused
         prepared.append(_prepare(world, config, backend, name))
-        backends = prepared[0][1].backends
+        # Which kernel computes a rank's own weight gradients concerns no other rank.
+        backends = {op: name.replace("gluon", "triton") for op, name in prepared[0][1].backends.items()}
         return asdict(config) | {"backend": backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
 
     try:
@@ -412,6 +446,7 @@ def create_context(
             intermediate_dim=config.intermediate_dim,
             slot_bytes=plan.activation_slot_bytes,
             x_bytes=saved_input_bytes(config),
+            x_h1_bytes=saved_h1_bytes(config, capacity_rows(config, world.size, 1.0)),
             total_bytes=plan.total_device_buffer_bytes,
             training=not config.inference,
         ),
@@ -471,6 +506,8 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
             f"on {world.size} ranks"
         )
     plan = plan_memory(config, world.size, device=world.device)
+    if reason := not_in_this_release(config, plan):
+        raise NotImplementedError(f"create_context: {reason}")
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
     name = f"dist_moe-{next(_numbers)}" if name is None else name
@@ -499,6 +536,7 @@ def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regio
         slot_used_NW=words(plan.num_activation_slots, world.size),
         slot_layers_N=words(plan.num_activation_slots),
         slot_calls_NM=words(plan.num_activation_slots, config.max_moe_layers_per_activation_slot),
+        stats_S=words(shapes.STATS_SLOTS + plan.num_activation_slots + config.num_experts // world.size),
         fault_F=fault_F,
         stop_1=fault_F[:1],
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),

@@ -57,7 +57,7 @@ def _describe_word(word: int, value: int) -> str:
     if word in (shapes.HEADER_CALL, shapes.HEADER_FORWARD):
         return f"call {value & 0xFFFFFFFF} of epoch {value >> shapes.EPOCH_SHIFT}"
     if word == shapes.HEADER_KEPT:
-        return "rows kept" if value else "x kept, rows recomputed"
+        return f"{shapes.KEPT_NAMES[value]} kept"
     return str(value)
 
 

@@ -65,6 +65,7 @@ class LocalRank:
     slot_used_NW: Tensor
     slot_layers_N: Tensor
     slot_calls_NM: Tensor  # which call saved each layer, M = most layers of a slot
+    stats_S: Tensor  # shapes.STATS_*
     fault_F: Tensor
     stop_1: Tensor  # the word of the fault under which ops leave
     host_fault_F: Tensor  # pinned on a GPU
@@ -218,6 +219,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         c.words = _words(c.place)
         ops.plan_forward(
             c.plan.rank_rows_W,
+            c.plan.row_start_P,
             rank=r.rank,
             slot=c.slot,
             depth=c.depth,
@@ -227,13 +229,14 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             slot_used_NW=r.slot_used_NW,
             slot_layers_N=r.slot_layers_N,
             slot_calls_NM=r.slot_calls_NM,
+            stats_S=r.stats_S,
             place=c.place,
             fault_F=r.fault_F,
         )
         if c.save:
             x_places = (r.tokens.own, r.zero_1, r.elements, c.words[shapes.PLACE_X])
-            skip = c.words[shapes.PLACE_SKIP]
-            ops.copy_x(*x_places, c.x_TD.shape[0], D, stop_1=skip, num_sms=path.num_sms)
+            skip_x = c.words[shapes.PLACE_SKIP_X]
+            ops.copy_x(*x_places, c.x_TD.shape[0], D, stop_1=skip_x, num_sms=path.num_sms)
 
     scores = [_row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
@@ -307,28 +310,29 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             place=c.place,
             fault_F=r.fault_F,
         )
-        skip, T = c.words[shapes.PLACE_SKIP], c.grad_out_TD.shape[0]
+        skip_x, T = c.words[shapes.PLACE_SKIP_X], c.grad_out_TD.shape[0]
         x_places = (r.elements, c.words[shapes.PLACE_X], r.tokens.own, r.zero_1)
-        ops.copy_x(*x_places, T, D, stop_1=skip, num_sms=path.num_sms)
+        ops.copy_x(*x_places, T, D, stop_1=skip_x, num_sms=path.num_sms)
         restored_TD = r.tokens.own[0, :T]
         kind = shapes.KIND_BACKWARD
-        _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip, kind=kind)
+        _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip_x, kind=kind)
     exchange(path, ranks, shapes.PUBLISHED)
 
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
         row_scores_R, row_score_grads_R = _row_floats(path, r), _row_floats(path, r)
-        skip, start_P = c.words[shapes.PLACE_SKIP], c.plan.row_start_P
+        skip_x, skip_h1, start_P = c.words[shapes.PLACE_SKIP_X], c.words[shapes.PLACE_SKIP_H1], c.plan.row_start_P
         x = (r.rows[D], c.words[shapes.PLACE_XR])
         h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
         g2 = (r.rows[F], c.words[shapes.PLACE_H2])
         dy = (r.rows[D], c.words[shapes.PLACE_H3])
         run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
 
-        # Recomputation, where the slot kept x alone; not after a fault of the exchange above.
-        torch.maximum(skip, r.stop_1, out=skip)
-        _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip)
-        _w13(path, r, c.w13_L2FD, c.plan, c.words, skip)
+        # What the slot did not keep is made again; not after a fault of the exchange above.
+        skips = c.place[shapes.PLACE_SKIP_X : shapes.PLACE_SKIP_H1 + 1]
+        torch.maximum(skips, r.stop_1, out=skips)
+        _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip_x)
+        _w13(path, r, c.w13_L2FD, c.plan, c.words, skip_h1)
 
         _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
         ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)

@@ -216,13 +216,31 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
 # ---- the device-side slot planner -----------------------------------------------------------------------------------
 
 
-def _full_bytes(rows: Tensor, g: Geometry) -> Tensor:
-    """Bytes that a layer with this many rows takes in a slot when x_RD and h1 are kept."""
-    raw = (rows + 1) * (2 * g.hidden_dim + 4 * g.intermediate_dim)
+def _kept_bytes(rows: Tensor, g: Geometry, kept: int) -> Tensor:
+    """Bytes that a layer with this many rows takes in a slot; a row more of x_RD and h1, as their starts round up."""
+    h1 = (rows + 1) * 4 * g.intermediate_dim
+    raw = {
+        shapes.KEEPS_X: torch.full_like(rows, g.x_bytes),
+        shapes.KEEPS_H1: g.x_bytes + h1,
+        shapes.KEEPS_ROWS: (rows + 1) * 2 * g.hidden_dim + h1,
+    }[kept]
     return (raw + 127) // 128 * 128
 
 
-def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
+def _choose_kept(used_W: Tensor, rank_rows_W: Tensor, g: Geometry, still_to_come: int) -> int:
+    """The most that a layer may keep: rows while the layers to come can keep x and h1 at balanced rows, or where rows
+    take no more than x and h1 do; h1 while those can keep x."""
+    x_h1, rows = (_kept_bytes(rank_rows_W, g, kept) for kept in (shapes.KEEPS_H1, shapes.KEEPS_ROWS))
+
+    def fits(size_W: Tensor, later_bytes: int) -> bool:
+        return int((used_W + size_W).max()) + still_to_come * later_bytes <= g.slot_bytes
+
+    if fits(rows, g.x_h1_bytes) or (fits(rows, g.x_bytes) and bool((rows <= x_h1).all())):
+        return shapes.KEEPS_ROWS
+    return shapes.KEEPS_H1 if fits(x_h1, g.x_bytes) else shapes.KEEPS_X
+
+
+def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> None:
     """Walk the scratch regions down from the end of the buffer, each at a multiple of its pitch."""
     end = g.total_bytes
     pitches = {
@@ -235,7 +253,8 @@ def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
     for word, pitch in pitches.items():
         start = (end - rows * pitch) // pitch
         end = start * pitch
-        if not (kept and word in (shapes.PLACE_XR, shapes.PLACE_H1)):
+        in_slot = {shapes.PLACE_XR: kept == shapes.KEEPS_ROWS, shapes.PLACE_H1: kept != shapes.KEEPS_X}
+        if not in_slot.get(word, False):
             place[word] = start
     if not g.training:
         place[shapes.PLACE_H3] = place[shapes.PLACE_XR]
@@ -243,6 +262,7 @@ def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: bool) -> None:
 
 def plan_forward(
     rank_rows_W,
+    row_start_P,
     *,
     rank,
     slot,
@@ -253,39 +273,50 @@ def plan_forward(
     slot_used_NW,
     slot_layers_N,
     slot_calls_NM,
+    stats_S,
     place,
     fault_F,
 ):
     """Decide what a forward keeps in its activation slot and where its rows lie; the same decision on every rank.
 
-    A layer keeps x_RD and h1 if on no rank they push the slot's remaining layers below the room for their x.
+    Counts the forward in stats_S, but for a negative slot: that of a checkpoint which will run it again.
+
+    A layer keeps what on no rank pushes the slot's remaining layers out of it: see _choose_kept.
     """
-    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = 0, 1
+    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = shapes.KEEPS_X, 1, 1
     if int(fault_F[0]):
         return
-    g, rows, kept = geometry, int(rank_rows_W[rank]), False
+    g, rows, kept = geometry, int(rank_rows_W[rank]), shapes.KEEPS_X
     if save:
         layer = int(slot_layers_N[slot])
         if layer >= depth:
             _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, depth)
             return
-        used = int(slot_used_NW[slot, rank])
-        full_W = _full_bytes(rank_rows_W, g)
-        kept = int((slot_used_NW[slot] + full_W).max()) + (depth - 1 - layer) * g.x_bytes <= g.slot_bytes
-        start = slot * g.slot_bytes + used
-        if kept:
-            x_row = cdiv(start, 2 * g.hidden_dim)
-            place[shapes.PLACE_XR] = x_row
-            place[shapes.PLACE_H1] = cdiv((x_row + rows) * 2 * g.hidden_dim, 4 * g.intermediate_dim)
-            slot_used_NW[slot] += full_W
+        start = slot * g.slot_bytes + int(slot_used_NW[slot, rank])
+        kept = _choose_kept(slot_used_NW[slot], rank_rows_W, g, depth - 1 - layer)
+        slot_used_NW[slot] += _kept_bytes(rank_rows_W, g, kept)
+        if kept == shapes.KEEPS_ROWS:
+            place[shapes.PLACE_XR] = cdiv(start, 2 * g.hidden_dim)
+            start = (int(place[shapes.PLACE_XR]) + rows) * 2 * g.hidden_dim
         else:
             place[shapes.PLACE_X] = start // 2
-            slot_used_NW[slot] += g.x_bytes
+            start += g.x_bytes
+        if kept != shapes.KEEPS_X:
+            place[shapes.PLACE_H1] = cdiv(start, 4 * g.intermediate_dim)
         slot_layers_N[slot] += 1
-        place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = int(kept), int(kept)
+        place[shapes.PLACE_KEPT] = kept
+        place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = kept == shapes.KEEPS_ROWS, kept != shapes.KEEPS_X
         place[shapes.PLACE_SLOT], place[shapes.PLACE_LAYER] = slot, layer
         place[shapes.PLACE_EPOCH] = int(call_1[0]) >> shapes.EPOCH_SHIFT
         slot_calls_NM[slot, layer] = call_1[0]
+        peak = stats_S[shapes.STATS_SLOTS + slot]
+        peak.copy_(torch.maximum(peak, slot_used_NW[slot, rank]))
+        stats_S[shapes.STATS_KEPT + kept] += 1
+    if slot >= 0:
+        stats_S[shapes.STATS_CALLS] += 1
+        stats_S[shapes.STATS_ROWS] += rows
+        stats_S[shapes.STATS_MOST_ROWS] = max(rows, int(stats_S[shapes.STATS_MOST_ROWS]))
+        stats_S[shapes.STATS_SLOTS + len(slot_layers_N) :] += row_start_P.diff()
     _place_scratch(place, g, rows, kept)
 
 
@@ -305,7 +336,7 @@ def plan_backward(
 ):
     """Give a layer's room in its slot back, say where backward finds and makes its rows, and put into the header which
     forward it belongs to."""
-    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP] = 0, 1
+    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = shapes.KEEPS_X, 1, 1
     if int(fault_F[0]):
         return
     g, rows = geometry, int(rank_rows_W[rank])
@@ -317,10 +348,10 @@ def plan_backward(
     told = torch.tensor([kept, slot, layer, int(slot_calls_NM[slot, layer])])
     header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1] = told
     slot_layers_N[slot] -= 1
-    slot_used_NW[slot] -= _full_bytes(rank_rows_W, g) if kept else g.x_bytes
+    slot_used_NW[slot] -= _kept_bytes(rank_rows_W, g, kept)
     place[: shapes.PLACE_H1 + 1] = saved_place[: shapes.PLACE_H1 + 1]
-    place[shapes.PLACE_SKIP] = kept
-    _place_scratch(place, g, rows, bool(kept))
+    place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = kept == shapes.KEEPS_ROWS, kept != shapes.KEEPS_X
+    _place_scratch(place, g, rows, kept)
 
 
 def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1, num_sms=None):

@@ -97,17 +97,25 @@ class Geometry:
     intermediate_dim: int
     slot_bytes: int
     x_bytes: int  # saved layer input, T_max rows
+    x_h1_bytes: int  # saved by a layer of balanced rows that keeps x and h1
     total_bytes: int
     training: bool
 
 
 # Words of a place record (int64 [PLACE_WORDS]): where the stages of one call find their rows in the activation buffer.
-PLACE_KEPT = 0  # 1: x_RD and h1 stay in the slot; 0: x alone, or nothing
+PLACE_KEPT = 0  # what stays in the slot: KEEPS_X alone (or nothing), KEEPS_H1 with x, KEEPS_ROWS: x_RD and h1
 PLACE_SLOT, PLACE_LAYER, PLACE_EPOCH = 1, 2, 3
 PLACE_X = 4  # saved x, in bf16 elements
 PLACE_XR = 5  # x_RD, in rows of D
 PLACE_H1 = 6  # h1, in rows of 2F
 PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F
 PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D
-PLACE_SKIP = 9  # stop word of "save x" and of the recomputation: 0 when they must run
-PLACE_WORDS = 10
+PLACE_SKIP_X, PLACE_SKIP_H1 = 9, 10  # stop words of saving x and making x_RD again, and of making h1 again: 0 to run
+PLACE_WORDS = 11
+KEEPS_X, KEEPS_H1, KEEPS_ROWS = 0, 1, 2
+KEPT_NAMES = ("x", "x and h1", "rows of x and h1")
+
+# Statistics of one rank, int64: these words, then a word a slot (most bytes used), then one a local expert (its rows).
+STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS = 0, 1, 2  # forwards, the rows that they received here, the most in one
+STATS_KEPT = 3  # layers that kept x, x and h1, rows
+STATS_SLOTS = 6

@@ -234,7 +234,7 @@ def _seconds(wait):
 
 GOOD = (1, 7, 2, 1, 5)
 KIND = shapes.KIND_BACKWARD
-BACK = (1, 7, 2, KIND, 5, 0, 1, 0, 2, 40)  # rows kept, slot 0, layer 2, of call 40
+BACK = (1, 7, 2, KIND, 5, 0, 1, 0, 2, 40)  # x and h1 kept, slot 0, layer 2, of call 40
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ the buffer, and is given back.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,14 +19,16 @@ from dist_moe.shapes import Geometry
 
 UNTOUCHED = -77
 DEEPEST = 16  # layers of a slot, at most
+L = 3  # local experts
 CALL = (3 << shapes.EPOCH_SHIFT) + 5  # the fifth call of epoch 3
 
 
-def geometry(D, F, *, slot_bytes, T_max=4, num_slots=1, capacity=64, training=True) -> Geometry:
+def geometry(D, F, *, slot_bytes, T_max=4, balanced=4, num_slots=1, capacity=64, training=True) -> Geometry:
     x_bytes = (2 * T_max * D + 127) // 128 * 128
+    x_h1_bytes = (x_bytes + (balanced + 1) * 4 * F + 127) // 128 * 128
     pitches = (2 * D, 4 * F, 2 * F, 2 * D) if training else (2 * D, 4 * F, 2 * F)
     total = num_slots * slot_bytes + sum((capacity + 1) * pitch for pitch in pitches)
-    return Geometry(D, F, slot_bytes, x_bytes, total, training)
+    return Geometry(D, F, slot_bytes, x_bytes, x_h1_bytes, total, training)
 
 
 class Planner:
@@ -38,6 +40,7 @@ class Planner:
         self.slot_layers_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.slot_calls_NM = torch.zeros(num_slots, DEEPEST, dtype=torch.int64, device=device)
         self.fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
+        self.stats_S = torch.zeros(shapes.STATS_SLOTS + num_slots + L, dtype=torch.int64, device=device)
         self.call_1 = torch.tensor([CALL], dtype=torch.int64, device=device)
         self.header = SimpleNamespace(own=torch.full((shapes.HEADER_WORDS,), UNTOUCHED, device=device))
 
@@ -57,11 +60,17 @@ class Planner:
         )
         return place
 
+    def _row_start(self, rank_rows) -> torch.Tensor:
+        """Rows of this rank over L experts: all but one in the last, where there are several."""
+        rows = rank_rows[self.rank]
+        return torch.tensor([0, min(rows, 1), min(rows, 1), rows], dtype=torch.int32, device=self.device)
+
     def _rows(self, rank_rows) -> torch.Tensor:
         return torch.tensor(rank_rows, dtype=torch.int64, device=self.device)
 
     def forward(self, rank_rows, *, slot=0, depth=1, save=True) -> torch.Tensor:
-        return self._run(self.ops.plan_forward, self._rows(rank_rows), slot=slot, depth=depth, save=save)
+        tables = (self._rows(rank_rows), self._row_start(rank_rows))
+        return self._run(self.ops.plan_forward, *tables, slot=slot, depth=depth, save=save, stats_S=self.stats_S)
 
     def backward(self, saved_place, rank_rows) -> torch.Tensor:
         return self._run(self.ops.plan_backward, saved_place, self._rows(rank_rows), header=self.header)
@@ -87,6 +96,7 @@ class Both:
         assert got.tolist() == want.tolist() and self.kernel.state == self.oracle.state
         assert torch.equal(self.kernel.header.own, self.oracle.header.own)
         assert torch.equal(self.kernel.slot_calls_NM, self.oracle.slot_calls_NM)
+        assert torch.equal(self.kernel.stats_S, self.oracle.stats_S)
         return got
 
     @property
@@ -98,12 +108,17 @@ def word(place, name) -> int:
     return int(place[getattr(shapes, f"PLACE_{name}")])
 
 
+def words(place, *names) -> list[int]:
+    return [word(place, name) for name in names]
+
+
 # The rules in bytes
 
 
-def full_bytes(g: Geometry, rows: int) -> int:
-    """A layer that is kept: one row more of x_RD and of h1, rounded up to 128 bytes."""
-    raw = (rows + 1) * 2 * g.hidden_dim + (rows + 1) * 4 * g.intermediate_dim
+def kept_bytes(g: Geometry, rows: int, kept: int) -> int:
+    """One row more of x_RD and of h1 where they are kept, the sum rounded up to 128 bytes."""
+    raw = (rows + 1) * 2 * g.hidden_dim if kept == shapes.KEEPS_ROWS else g.x_bytes
+    raw += (rows + 1) * 4 * g.intermediate_dim if kept != shapes.KEEPS_X else 0
     return raw + -raw % 128
 
 
@@ -116,12 +131,21 @@ class Rules:
     used: dict = field(default_factory=dict)  # (slot, rank) -> bytes
     layers: dict = field(default_factory=dict)  # slot -> [bytes of each rank]
 
-    def forward(self, rank_rows, slot, depth) -> bool:
+    def forward(self, rank_rows, slot, depth) -> int:
         stack = self.layers.setdefault(slot, [])
-        still_to_come = depth - 1 - len(stack)
-        need = [self.used.get((slot, w), 0) + full_bytes(self.g, rank_rows[w]) for w in range(self.W)]
-        kept = all(n + still_to_come * self.g.x_bytes <= self.g.slot_bytes for n in need)
-        stack.append([full_bytes(self.g, rank_rows[w]) if kept else self.g.x_bytes for w in range(self.W)])
+        size = {kept: [kept_bytes(self.g, rows, kept) for rows in rank_rows] for kept in range(3)}
+
+        def fits(kept: int, later: int) -> bool:
+            room = self.g.slot_bytes - (depth - 1 - len(stack)) * later
+            return all(self.used.get((slot, w), 0) + size[kept][w] <= room for w in range(self.W))
+
+        kept = shapes.KEEPS_X
+        if fits(shapes.KEEPS_H1, self.g.x_bytes):
+            kept = shapes.KEEPS_H1
+        cheaper = all(rows <= x_h1 for rows, x_h1 in zip(size[shapes.KEEPS_ROWS], size[shapes.KEEPS_H1], strict=True))
+        if fits(shapes.KEEPS_ROWS, self.g.x_bytes if cheaper else self.g.x_h1_bytes):
+            kept = shapes.KEEPS_ROWS
+        stack.append(size[kept])
         for w in range(self.W):
             self.used[slot, w] = self.used.get((slot, w), 0) + stack[-1][w]
         return kept
@@ -133,19 +157,22 @@ class Rules:
 
 def slot_bytes_in_use(g: Geometry, place, rows: int, num_tokens_max: int) -> list[tuple[int, int]]:
     """Byte ranges that a live layer holds in its slot."""
-    if not word(place, "KEPT"):
-        return [(2 * word(place, "X"), 2 * word(place, "X") + 2 * g.hidden_dim * num_tokens_max)]
-    return [
-        _region(word(place, "XR"), rows, 2 * g.hidden_dim),
-        _region(word(place, "H1"), rows, 4 * g.intermediate_dim),
-    ]
+    if word(place, "KEPT") == shapes.KEEPS_ROWS:
+        held = [_region(word(place, "XR"), rows, 2 * g.hidden_dim)]
+    else:
+        held = [(2 * word(place, "X"), 2 * word(place, "X") + 2 * g.hidden_dim * num_tokens_max)]
+    if word(place, "KEPT") != shapes.KEEPS_X:
+        held.append(_region(word(place, "H1"), rows, 4 * g.intermediate_dim))
+    return held
 
 
 def scratch_in_use(g: Geometry, place, rows: int) -> list[tuple[int, int]]:
     """Byte ranges of a call's scratch; in inference h3 lies over x_RD on purpose."""
     pitches = {"H2": 2 * g.intermediate_dim}
-    if not word(place, "KEPT"):
-        pitches |= {"XR": 2 * g.hidden_dim, "H1": 4 * g.intermediate_dim}
+    if word(place, "KEPT") != shapes.KEEPS_ROWS:
+        pitches["XR"] = 2 * g.hidden_dim
+    if word(place, "KEPT") == shapes.KEEPS_X:
+        pitches["H1"] = 4 * g.intermediate_dim
     if g.training:
         pitches["H3"] = 2 * g.hidden_dim
     return [_region(word(place, name), rows, pitch) for name, pitch in pitches.items()]
@@ -165,50 +192,61 @@ def assert_disjoint(ranges, total_bytes) -> None:
 
 
 def test_example_of_scratch(device):
-    g = Geometry(hidden_dim=32, intermediate_dim=32, slot_bytes=0, x_bytes=256, total_bytes=1024, training=True)
+    g = geometry(32, 32, slot_bytes=0)
+    g = replace(g, total_bytes=1024)
     place = Both(device, g, W=1).forward([2], save=False)
     assert [word(place, name) for name in ("XR", "H1", "H2", "H3")] == [14, 5, 8, 6]
-    assert word(place, "KEPT") == 0 and word(place, "SKIP") == 1
+    assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [shapes.KEEPS_X, 1, 1]
 
 
 def test_example_of_forward_and_backward(device):
     g = geometry(32, 32, slot_bytes=3072)
     planner = Both(device, g, W=2)
     first = planner.forward([4, 3], depth=2)
-    assert [word(first, name) for name in ("KEPT", "SKIP", "XR", "H1", "LAYER", "EPOCH")] == [1, 1, 0, 2, 0, 3]
+    assert words(first, "KEPT", "SKIP_X", "SKIP_H1", "XR", "H1", "LAYER", "EPOCH") == [2, 1, 1, 0, 2, 0, 3]
     assert planner.state[:2] == ([[1024, 768]], [1])
-    assert word(Both(device, g, W=2).forward([2, 11], depth=2), "KEPT") == 1
+    other = planner.forward([2, 11], depth=2)
+    assert word(other, "KEPT") == shapes.KEEPS_ROWS
+    planner.backward(other, [2, 11])
 
     second = planner.forward([2, 12], depth=2)
-    assert [word(second, name) for name in ("KEPT", "SKIP", "X", "LAYER")] == [0, 0, 512, 1]
-    assert planner.state[:2] == ([[1280, 1024]], [2])
+    assert words(second, "KEPT", "SKIP_X", "SKIP_H1", "X", "H1", "LAYER") == [1, 0, 1, 512, 10, 1]
+    assert planner.state[:2] == ([[1664, 2688]], [2])
     back = planner.backward(second, [2, 12])
-    assert word(back, "SKIP") == 0 and planner.state[:2] == ([[1024, 768]], [1])
+    assert words(back, "SKIP_X", "SKIP_H1", "H1") == [0, 1, 10] and planner.state[:2] == ([[1024, 768]], [1])
     told = planner.kernel.header.own[shapes.HEADER_KEPT : shapes.HEADER_FORWARD + 1]
-    assert told.tolist() == [0, 0, 1, CALL]  # x alone was kept, slot 0, layer 1, the call of the forward
+    assert told.tolist() == [shapes.KEEPS_H1, 0, 1, CALL]  # slot 0, layer 1, the call of the forward
     again = planner.backward(second, [2, 12])
     assert planner.state == ([[1024, 768]], [1], [shapes.FAULT_SLOT, 0, 1, 0, 0, 0, 0, 0])
-    assert word(again, "SKIP") == 1
+    assert words(again, "SKIP_X", "SKIP_H1") == [1, 1]
 
 
-# Decisions by hand: D = F = 128, T_max = 4, so x takes 1024 bytes and R rows 768 (R + 1), a multiple of 128
+@pytest.mark.parametrize("rows, kept", [(9, shapes.KEEPS_ROWS), (11, shapes.KEEPS_H1), (20, shapes.KEEPS_X)])
+def test_example_of_the_choice(rows, kept, device):
+    assert word(Both(device, geometry(32, 32, slot_bytes=3072), W=1).forward([rows], depth=2), "KEPT") == kept
+
+
+# Decisions by hand: D = F = 128, T_max = 4, 8 balanced rows. x takes 1024 bytes, x and h1 of R rows 1024 + 512 (R + 1),
+# which is 5632 where they are balanced, and R rows 768 (R + 1): all multiples of 128.
 
 
 @pytest.mark.parametrize(
     ("slot_bytes", "layers", "kept", "used"),
     [
-        pytest.param(13824, [(8, 8), (8, 8)], [1, 1], [13824, 13824], id="balanced-exactly-full"),
-        pytest.param(13824, [(12, 4), (4, 12)], [1, 1], [13824, 13824], id="skewed-both-ways"),
-        pytest.param(13824, [(4, 12), (8, 8)], [1, 0], [4864, 11008], id="other-rank-is-full"),
-        pytest.param(13824, [(16, 0), (8, 8)], [0, 1], [7936, 7936], id="first-leaves-no-room-for-x"),
-        pytest.param(14080, [(16, 0), (8, 8)], [1, 0], [14080, 1792], id="first-leaves-exactly-x"),
-        pytest.param(14079, [(16, 0), (8, 8)], [0, 1], [7936, 7936], id="one-byte-less"),
+        pytest.param(13824, [(8, 8), (8, 8)], [2, 2], [13824, 13824], id="balanced-exactly-full"),
+        pytest.param(13824, [(12, 4), (4, 12)], [1, 2], [11520, 13568], id="rows-of-the-first-would-push-h1-out"),
+        pytest.param(13824, [(4, 12), (8, 8)], [1, 1], [8704 + 512, 8704 + 4608], id="other-rank-is-full"),
+        pytest.param(13824, [(16, 0), (8, 8)], [1, 0], [10752, 2560], id="h1-of-the-first-leaves-x"),
+        pytest.param(10752, [(16, 0), (8, 8)], [1, 0], [10752, 2560], id="exactly"),
+        pytest.param(10751, [(16, 0), (8, 8)], [0, 2], [7936, 7936], id="one-byte-less"),
+        pytest.param(18688, [(16, 0), (8, 8)], [2, 1], [18688, 6400], id="rows-leave-exactly-x-and-h1"),
+        pytest.param(18687, [(16, 0), (8, 8)], [1, 2], [16640, 8448], id="one-byte-less-than-x-and-h1"),
         pytest.param(2048, [(8, 8), (8, 8)], [0, 0], [2048, 2048], id="smallest-slot"),
-        pytest.param(2048, [(0, 0), (0, 0)], [1, 1], [1536, 1536], id="no-rows-take-one-row"),
+        pytest.param(2048, [(0, 0), (0, 0)], [2, 2], [1536, 1536], id="rows-that-are-less-than-x"),
     ],
 )
 def test_traces(device, slot_bytes, layers, kept, used):
-    planner = Both(device, geometry(128, 128, slot_bytes=slot_bytes), W=2)
+    planner = Both(device, geometry(128, 128, slot_bytes=slot_bytes, balanced=8), W=2)
     places = [planner.forward(rows, depth=2) for rows in layers]
     assert [word(place, "KEPT") for place in places] == kept and planner.state[0] == [used]
     for place, rows in zip(reversed(places), reversed(layers), strict=True):
@@ -239,7 +277,8 @@ def programs(draw) -> Program:
     D, F, T_max = draw(st.integers(1, 5)) * 32, draw(st.integers(1, 5)) * 32, draw(st.integers(1, 9))
     smallest = depth * ((2 * T_max * D + 127) // 128 * 128)
     slot_bytes = smallest + 128 * draw(st.integers(0, 40) | st.integers(100, 500))
-    g = geometry(D, F, slot_bytes=slot_bytes, T_max=T_max, num_slots=num_slots, capacity=MAX_ROWS)
+    how = {"T_max": T_max, "balanced": draw(st.integers(0, 20)), "num_slots": num_slots, "capacity": MAX_ROWS}
+    g = geometry(D, F, slot_bytes=slot_bytes, **how)
     rows = st.lists(st.integers(0, MAX_ROWS), min_size=W, max_size=W)
     steps = draw(st.lists(st.tuples(st.integers(0, num_slots - 1), rows, st.booleans()), max_size=10))
     return Program(W, num_slots, depth, T_max, g, steps)
@@ -270,11 +309,11 @@ def test_any_program(device, program, data):
         saved, rows = live[slot][-1]
         place = planner.backward(saved, rows)
         rules.backward(slot)
-        assert word(place, "SKIP") == word(place, "KEPT") == word(saved, "KEPT")
-        if word(saved, "KEPT"):
-            assert (word(place, "XR"), word(place, "H1")) == (word(saved, "XR"), word(saved, "H1"))
-        else:
-            assert word(place, "X") == word(saved, "X")
+        kept = word(saved, "KEPT")
+        skips = [kept == shapes.KEEPS_ROWS, kept != shapes.KEEPS_X]
+        assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [kept, *skips] == words(saved, "KEPT", "SKIP_X", "SKIP_H1")
+        in_slot = {shapes.KEEPS_X: ["X"], shapes.KEEPS_H1: ["X", "H1"], shapes.KEEPS_ROWS: ["XR", "H1"]}[kept]
+        assert words(place, *in_slot) == words(saved, *in_slot)
         check(place, rows)  # before the layer goes: its backward still reads what was saved
         live[slot].pop()
 
@@ -303,7 +342,7 @@ def test_calls_without_saving(device, rows, D, F, training):
     if not training:
         assert word(place, "H3") == word(place, "XR")
     assert planner.state == ([[0]], [0], [0] * shapes.FAULT_WORDS)
-    assert word(place, "SKIP") == 1 and word(place, "SLOT") == UNTOUCHED
+    assert words(place, "SKIP_X", "SKIP_H1", "SLOT") == [1, 1, UNTOUCHED]
 
 
 def test_large_buffers(device):
@@ -312,7 +351,7 @@ def test_large_buffers(device):
     planner = Both(device, g, W=2, rank=1, num_slots=4)
     place = planner.forward([2**20, 2**21], slot=3, depth=1)
     ranges = slot_bytes_in_use(g, place, 2**21, 8192) + scratch_in_use(g, place, 2**21)
-    assert word(place, "KEPT") == 1 and min(ranges)[0] >= 3 * 2**39
+    assert word(place, "KEPT") == shapes.KEEPS_ROWS and min(ranges)[0] >= 3 * 2**39
     assert_disjoint(ranges, g.total_bytes)
 
 
@@ -337,7 +376,7 @@ def test_more_layers_than_the_slot_has(planner):
     before = planner.state[:2]
     place = planner.forward([1, 2], slot=1, depth=1)
     assert fault(planner) == [CODE, 1, 1, 1] and planner.state[:2] == before
-    assert (word(place, "KEPT"), word(place, "SKIP"), word(place, "XR")) == (0, 1, UNTOUCHED)
+    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "XR") == [shapes.KEEPS_X, 1, 1, UNTOUCHED]
 
 
 def test_a_second_backward(planner):
@@ -367,7 +406,7 @@ def test_a_record_that_no_forward_wrote(planner):
     """A forward under a fault leaves the record as the allocator gave it; after a reset its slot may be anything."""
     garbage = torch.full((shapes.PLACE_WORDS,), 2**61, dtype=torch.int64, device=planner.kernel.device)
     place = planner.kernel.backward(garbage, [1, 2])
-    assert fault(planner)[0] == CODE and word(place, "SKIP") == 1
+    assert fault(planner)[0] == CODE and words(place, "SKIP_X", "SKIP_H1") == [1, 1]
     assert planner.state[:2] == ([[0, 0], [0, 0]], [0, 0])
 
 
@@ -377,6 +416,6 @@ def test_an_earlier_fault_stays_and_stops_the_call(planner):
     for one in (planner.kernel, planner.oracle):
         one.fault_F[0] = shapes.FAULT_OVERFLOW
     for place in (planner.forward([1, 2], slot=0), planner.backward(saved, [1, 2])):
-        assert (word(place, "KEPT"), word(place, "SKIP")) == (0, 1)
-        assert place.tolist().count(UNTOUCHED) == shapes.PLACE_WORDS - 2
+        assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [shapes.KEEPS_X, 1, 1]
+        assert place.tolist().count(UNTOUCHED) == shapes.PLACE_WORDS - 3
     assert planner.state == (*before, [shapes.FAULT_OVERFLOW] + [0] * (shapes.FAULT_WORDS - 1))

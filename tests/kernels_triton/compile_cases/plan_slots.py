@@ -18,13 +18,23 @@ TYPES = {
     "x_bytes": "i64",
     "total_bytes": "i64",
 }
-FORWARD = {**TYPES, "slot": "i32", "depth": "i32", "slot_bytes": "i64"}
+FORWARD = {
+    **TYPES,
+    "row_start_ptr": "*i32",
+    "stats_ptr": "*i64",
+    "slot": "i32",
+    "depth": "i32",
+    "num_slots": "i32",
+    "L": "i32",
+    "slot_bytes": "i64",
+    "x_h1_bytes": "i64",
+}
 
 CASES = (
     Case(
         "plan_slots:_plan_forward",
         FORWARD,
-        {"SAVE": True, "TRAINING": True, "BLOCK_W": 64},
+        {"SAVE": True, "TRAINING": True, "BLOCK_W": 64, "BLOCK_L": 512},
         name="save",
         num_warps=1,
         expect=(".cas.b64",),
@@ -32,7 +42,7 @@ CASES = (
     Case(
         "plan_slots:_plan_forward",
         FORWARD,
-        {"SAVE": False, "TRAINING": False, "BLOCK_W": 1},
+        {"SAVE": False, "TRAINING": False, "BLOCK_W": 1, "BLOCK_L": 128},
         name="inference",
         num_warps=1,
     ),

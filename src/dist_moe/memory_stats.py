@@ -1,0 +1,46 @@
+"""What the calls of a Context used: read off counters that the device keeps, so that calls stay without a host read."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import shapes
+from .config import Config
+from .planner import MemoryPlan, scratch_bytes
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Of one rank, since its Context was made or reset_memory_stats(). Calls that ended in a fault are not in it, and a
+    forward under a checkpoint counts once, when it is run again."""
+
+    calls: int  # forwards, with and without gradients
+    rows_mean: float  # received rows of a forward
+    rows_max: int
+    expert_rows: tuple[int, ...]  # rows of each local expert, all forwards together
+    layers_kept: dict[str, int]  # forwards that a backward follows, by what their slot kept: shapes.KEPT_NAMES
+    slot_peak_bytes: tuple[int, ...]  # by activation slot
+    scratch_peak_bytes: int
+    host_overflow_peak_bytes: int  # of scratch_peak_bytes, what lay in host memory
+
+    @property
+    def layers_recomputed(self) -> int:
+        """Forwards whose backward had to make rows or h1 again."""
+        return sum(count for name, count in self.layers_kept.items() if name != shapes.KEPT_NAMES[shapes.KEEPS_ROWS])
+
+
+def read(stats_S: Tensor, config: Config, plan: MemoryPlan) -> MemoryStats:
+    words = stats_S.tolist()
+    slots = shapes.STATS_SLOTS + plan.num_activation_slots
+    calls, rows_max = words[shapes.STATS_CALLS], words[shapes.STATS_MOST_ROWS]
+    scratch = scratch_bytes(config, rows_max) if calls else 0
+    return MemoryStats(
+        calls=calls,
+        rows_mean=words[shapes.STATS_ROWS] / calls if calls else 0.0,
+        rows_max=rows_max,
+        expert_rows=tuple(words[slots:]),
+        layers_kept=dict(zip(shapes.KEPT_NAMES, words[shapes.STATS_KEPT : shapes.STATS_SLOTS], strict=True)),
+        slot_peak_bytes=tuple(words[shapes.STATS_SLOTS : slots]),
+        scratch_peak_bytes=scratch,
+        host_overflow_peak_bytes=max(0, scratch - plan.device_scratch_bytes),
+    )
