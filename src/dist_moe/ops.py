@@ -4,6 +4,9 @@ The ops name their Context by its handle and find its buffers inside: a symmetri
 reach the op as a clone, and peers would write elsewhere. What forward hands to backward travels as returned tensors.
 """
 
+import weakref
+from dataclasses import dataclass
+
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
@@ -18,6 +21,10 @@ from .weights import PreparedWeight
 NO_SLOT = -1
 # How a checkpoint ends its recomputation once it has what it needs: out of a hook, and no failure.
 _EARLY_STOP = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+# What torch's engine says of the visit it makes. Not public: without the first there is no split backward, and without
+# the second a gradient may be kept for a visit that cannot come.
+_executes = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
 
 
@@ -134,19 +141,60 @@ def _setup_context(ctx, inputs, output):
     _, ids_TK, scores_TK, w13, w2, save, slot, _, context = inputs
     state = output[1]
     ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *state)
-    ctx.handle, ctx.slot = context, slot
+    ctx.handle, ctx.slot, ctx.kept = context, slot, None
     # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
     tracing = torch.compiler.is_compiling() or type(output[0]) is not Tensor
     ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The gradients that a visit of a split backward made and the engine did not take, by place among the inputs."""
+
+    grads: dict[int, Tensor]
+    grad_out_TD: "weakref.ref[Tensor]"  # weak, lest a graph behind it hold this node
+    version: int
+    num_resets: int
+
+    def serves(self, taken: set[int], grad_out_TD: Tensor, num_resets: int) -> bool:
+        """Whether it holds all that this visit takes, for this very gradient, as it was then."""
+        same = self.grad_out_TD() is grad_out_TD and self.version == grad_out_TD._version
+        return same and self.num_resets == num_resets and taken <= self.grads.keys()
+
+
 def _backward(ctx, grad_out_TD, _grad_state):
+    """Zero-bubble schedules visit a node twice: for the gradients of its inputs, then for those of its weights.
+
+    The first visit runs all of the backward, which is collective and empties the slot; the second gets what the first
+    one kept. A visit that wants more, or is given another gradient of the output, is a second backward.
+    """
     context = live_context(ctx.handle)
     try:
-        return _checked_backward(ctx, grad_out_TD, context)
+        nodes = {place: node for place, (node, _) in enumerate(ctx.next_functions) if node is not None}
+        taken = {place for place, node in nodes.items() if _takes(node)}
+        num_resets = context.saved.num_resets
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None and kept.serves(taken, grad_out_TD, num_resets):
+            context.raise_fault()
+            grads = kept.grads
+        else:
+            grads = dict(enumerate(_checked_backward(ctx, grad_out_TD, context)))
+        left = {place: grads[place] for place in nodes.keys() - taken if place in grads}
+        # A gradient with a graph could hold this node; one of inference mode does not tell when it is changed.
+        if left and _keeps_graph() and not torch.is_grad_enabled() and not grad_out_TD.is_inference():
+            ctx.kept = _Kept(left, weakref.ref(grad_out_TD), grad_out_TD._version, num_resets)
     except BaseException as error:  # for one, a weight that was changed in place since forward
         context.refuse(error)
         raise
+    return *map(grads.get, range(5)), *[None] * 4
+
+
+def _takes(node) -> bool:
+    """Whether the engine passes on a gradient to this next node in the visit it makes."""
+    try:
+        return _executes(node)
+    except RuntimeError:  # how torch answers for a leaf whose gradient autograd.grad() returns
+        return True
 
 
 def _checked_backward(ctx, grad_out_TD, context: Context):
@@ -170,7 +218,7 @@ def _checked_backward(ctx, grad_out_TD, context: Context):
         ctx.handle,
     )
     grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
-    return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None, *[None] * 4
+    return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None
 
 
 bf16_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -195,8 +243,9 @@ def routed_experts(
              w13_weight, w2_weight: this rank's experts, bf16, contiguous: [L, 2F, D] (gate rows, then up rows) and
              [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F].
     Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores and weights,
-             once a forward; weight gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd
-             rounds them to the parameter's grad_dtype). A selective checkpoint must save the outputs of
+             once a forward, in one visit or, with retain_graph, one for the inputs and one for the weights; weight
+             gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the
+             parameter's grad_dtype). A selective checkpoint must save the outputs of
              torch.ops.dist_moe.bf16_forward; a plain one saves, when it recomputes, into the slot then selected.
     Raises:  TypeError, ValueError for arguments; NotImplementedError naming a feature that this release only checks;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).

@@ -18,7 +18,8 @@ class SavedForward:
 class SavedForwards:
     """One stack of saved forwards a slot, and the slot that the next one goes to.
 
-    Attributes: selected (slot, layers it will hold); newest, the forward saved last.
+    Attributes: selected (slot, layers it will hold); newest, the forward saved last; num_resets, how often all were
+    forgotten.
     """
 
     def __init__(self, num_slots: int, deepest: int):
@@ -26,6 +27,7 @@ class SavedForwards:
         self._deepest = deepest
         self.selected = (0, deepest)
         self.newest: SavedForward | None = None
+        self.num_resets = 0
 
     def __len__(self) -> int:
         return len(self._stacks)
@@ -71,4 +73,5 @@ class SavedForwards:
     def clear(self) -> None:
         for stack in self._stacks:
             stack.clear()
+        self.num_resets += 1
         self.selected = (0, self._deepest)
