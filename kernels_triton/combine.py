@@ -71,7 +71,7 @@ def _combine_routes(
 
 
 @launched
-@triton.jit(do_not_specialize=["sources"])
+@triton.jit
 def _combine_pairs(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -88,9 +88,9 @@ def _combine_pairs(
     stop_ptr,  # int64
     num_slots,  # T_max * K, slots of one rank
     num_outputs,  # T_max * J, output rows of one rank
-    sources,  # stretches of pairs that are of one source rank each
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -105,7 +105,7 @@ def _combine_pairs(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, sources)
+    parts = num_parts(num_blocks, W)
     for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
         block = spread(turn, num_blocks, parts)
         delay(block)
@@ -258,14 +258,14 @@ def combine(
         num_slots = 1 if score_grads is None else score_grads.own.numel()
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
-            num_slots, T_max * J, W,
-            D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+            num_slots, T_max * J,
+            D=D, PAIRS=tile.rows, W=W, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
             W * plan.num_local_experts,
-            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, **tile.options,
         )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, nu
     _reduce[row_grid(out_TD.device, tile, num_sms)](
         out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own, stop_1, T, out_TD.stride(0),
         W=W if dedup else 0, L=num_experts // W, K=K, K2=next_power_of_2(K), J=J, D=D,
-        TOKENS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps, enable_fp_fusion=False,
+        TOKENS=tile.rows, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def _dispatch_routes(
     row_scores_ptr,  # [R] fp32
     stop_ptr,  # int64
     T_max,
-    sources,  # stretches of rows, of pairs, that are of one source rank each
+    sources,  # stretches of rows that are of one source rank each
     HALF: tl.constexpr,  # 0: x, 1: dy
     K: tl.constexpr,
     D: tl.constexpr,
@@ -74,7 +74,7 @@ def _dispatch_routes(
 
 
 @launched
-@triton.jit(do_not_specialize=["sources"])
+@triton.jit
 def _dispatch_pairs(
     tokens_table_ptr,  # [W] int64 addresses of bf16 [2, T_max, D]
     scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
@@ -89,12 +89,12 @@ def _dispatch_pairs(
     row_scores_ptr,  # [R] fp32
     stop_ptr,  # int64
     T_max,
-    sources,  # stretches of rows, of pairs, that are of one source rank each
     HALF: tl.constexpr,  # 0: x, 1: dy
     K: tl.constexpr,
     J: tl.constexpr,
     D: tl.constexpr,
     PAIRS: tl.constexpr,
+    W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
@@ -109,7 +109,7 @@ def _dispatch_pairs(
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, sources)
+    parts = num_parts(num_blocks, W)
     for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
         block = spread(turn, num_blocks, parts)
         delay(block)
@@ -155,17 +155,16 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
     tile = pick_row_tile(D)
     grid = row_grid(rows_XD.device, tile, num_sms)
     num_rows_1 = plan.row_start_P[-1:]
-    sources = W if dedup else W * plan.num_local_experts
-    into = (rows_XD, start_1, row_scores_R, stop_1, T_max, sources)
+    into = (rows_XD, start_1, row_scores_R, stop_1, T_max)
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
         J = min(K, W)
         _dispatch_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, num_rows_1, *into,
-            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, W=W, BLOCK_D=tile.block_d, **tile.options,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](
-            tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into,
-            HALF=half, K=K, D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, num_warps=tile.num_warps,
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into, W * plan.num_local_experts,
+            HALF=half, K=K, D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, **tile.options,
         )  # fmt: skip

@@ -19,12 +19,13 @@ def nothing(*names: str) -> dict:
 
 def combine_case(pairs: bool, D: int, backward: bool) -> Case:
     tile = pick_row_tile(D)
-    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", "sources": "i32", **(GRADS if backward else {})}
+    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", **(GRADS if backward else {})}
     constexprs = {"D": D, "BLOCK_D": tile.block_d, **({} if backward else nothing(*GRADS))}
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {"PAIRS": tile.rows, "W": 2, **(nothing("row_scores_ptr") if backward else {})}
     else:
+        types["sources"] = "i32"
         constexprs |= {"ROWS": tile.rows}
     return Case(
         f"combine:{'_combine_pairs' if pairs else '_combine_routes'}",
@@ -32,7 +33,7 @@ def combine_case(pairs: bool, D: int, backward: bool) -> Case:
         constexprs,
         name=f"D {D} {'backward' if backward else 'forward'}",
         num_warps=tile.num_warps,
-        options=NO_FUSION if pairs else {},
+        options=tile.options | (NO_FUSION if pairs else {}),
         unaligned=WORDS,
         expect=WIDE,
         forbid=FUSED,
@@ -64,7 +65,7 @@ def reduce_case(dedup: bool, scaled: bool, D: int) -> Case:
         },
         name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'} D {D}",
         num_warps=tile.num_warps,
-        options=NO_FUSION,
+        options=tile.options | NO_FUSION,
         aligned=("out_stride_t",),
         unaligned=("stop_ptr",),
         expect=WIDE,

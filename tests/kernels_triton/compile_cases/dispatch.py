@@ -13,13 +13,14 @@ ROWS = {"num_rows_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "row_s
 
 def case(pairs: bool, D: int, half: int) -> Case:
     tile = pick_row_tile(D)
-    sizes = {"J": 2, "PAIRS": tile.rows} if pairs else {"ROWS": tile.rows}
+    sizes = {"J": 2, "PAIRS": tile.rows, "W": 2} if pairs else {"ROWS": tile.rows}
     return Case(
         f"dispatch:{'_dispatch_pairs' if pairs else '_dispatch_routes'}",
-        {**TABLES, **(PAIRS if pairs else {}), **ROWS, "T_max": "i32", "sources": "i32"},
+        {**TABLES, **(PAIRS if pairs else {"sources": "i32"}), **ROWS, "T_max": "i32"},
         {"HALF": half, "K": 8, "D": D, "BLOCK_D": tile.block_d, **sizes},
         name=f"D {D} half {half}",
         num_warps=tile.num_warps,
+        options=tile.options,
         unaligned=("num_rows_ptr", "start_ptr", "stop_ptr"),
         expect=WIDE,
         forbid=NARROW,
