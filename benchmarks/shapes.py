@@ -7,27 +7,9 @@ import torch
 from torch import Tensor
 
 from dist_moe import Config, plan_memory, planner, reference
+from dist_moe.models import MODELS, Shape
 from dist_moe.virtual import RankInputs
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The experts of a model, without biases: hidden D, intermediate F, E experts, K of them a token."""
-
-    name: str
-    D: int
-    F: int
-    E: int
-    K: int
-
-
-MODELS = (
-    Shape("deepseek-v3", 7168, 2048, 256, 8),
-    Shape("qwen3-30b", 2048, 768, 128, 8),
-    Shape("qwen3-235b", 4096, 1536, 128, 8),
-    Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-    Shape("gpt-oss-120b", 2880, 2880, 128, 4),
-)
 SMOKE = Shape("smoke", 64, 96, 8, 4)
 SHAPES = {shape.name: shape for shape in (*MODELS, SMOKE)}
 

@@ -2,19 +2,27 @@
 
 import contextlib
 import enum
+import importlib.util
+import inspect
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from . import registry
-from .config import Config
+from .config import BlockScaledConfig, BlockScaledFormat, Config, VmmConfig
 from .demo import Options, run_demo
 from .doctor import describe, examine
-from .planner import plan_memory
+from .models import MODELS, find
+from .plan_report import GIB, Report, Skew, bars, largest_that_fits, print_report
+
+PIPE_WIDTH = 150  # of a table that no terminal shows, so that no line of it breaks
 
 app = typer.Typer(
     help="Routed experts of a mixture-of-experts layer across GPUs, in Triton.",
@@ -47,39 +55,93 @@ def _one_line_errors() -> Iterator[None]:
 DeviceOption = Annotated[Device | None, typer.Option(help="Default: the GPU if there is one.")]
 BackendOption = Annotated[Backend | None, typer.Option(help="Default: the best that runs on the device.")]
 
-# The fields of a Config that decide on its memory.
-Tokens = Annotated[int, typer.Option(help="The most tokens a rank passes in one call.")]
-Hidden = Annotated[int, typer.Option(help="Hidden size, a multiple of 32.")]
-Intermediate = Annotated[int, typer.Option(help="Intermediate size of an expert, a multiple of 32.")]
-TopK = Annotated[int, typer.Option(help="Experts of a token.")]
-Experts = Annotated[int, typer.Option(help="Experts over all ranks.")]
-Layers = Annotated[int, typer.Option(help="MoE layers that share one activation slot.")]
-EpSize = Annotated[int, typer.Option(help="Ranks that share the experts.")]
-DeviceFactor = Annotated[float, typer.Option(help="Received rows that scratch holds / balanced rows.")]
-SlotFactor = Annotated[
-    float | None, typer.Option(help="Size of a slot: 0 recomputes all, 1 saves all under balanced routing.")
-]
-SlotBytes = Annotated[int | None, typer.Option(help="Size of a slot in bytes, instead of --slot-factor.")]
-Slots = Annotated[int, typer.Option(help="Independent activation slots.")]
-Inference = Annotated[bool, typer.Option("--inference", help="No backward, so no slots.")]
+
+class Precision(enum.StrEnum):
+    bf16 = "bf16"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
 
 
-def _config(
-    tokens, hidden, intermediate, top_k, experts, layers, device_factor, slot_factor, slot_bytes, slots, inference
-) -> Config:
-    return Config(
-        num_local_input_tokens=tokens,
-        hidden_dim=hidden,
-        intermediate_dim=intermediate,
-        top_k=top_k,
-        num_experts=experts,
-        max_moe_layers_per_activation_slot=layers,
-        device_scratch_capacity_factor=device_factor,
-        activation_slot_capacity_factor=slot_factor,
-        activation_slot_bytes=slot_bytes,
-        num_activation_slots=slots,
-        inference=inference,
-    )
+class Pipeline(enum.StrEnum):
+    staged = "staged"
+    mega = "mega"
+
+
+FORMATS = {Precision.mxfp8: BlockScaledFormat.MXFP8_E4M3, Precision.nvfp4: BlockScaledFormat.NVFP4}
+MODEL_NAMES = ", ".join(model.name for model in MODELS)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The options that make a Config, and the number of ranks."""
+
+    model: Annotated[str | None, typer.Option(help=f"The experts of {MODEL_NAMES}.")] = None
+    tokens: Annotated[int | None, typer.Option(help="The most tokens a rank passes in one call.")] = None
+    hidden: Annotated[int | None, typer.Option(help="Hidden size, a multiple of 32.")] = None
+    intermediate: Annotated[int | None, typer.Option(help="Intermediate size of an expert, a multiple of 32.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None
+    experts: Annotated[int | None, typer.Option(help="Experts over all ranks.")] = None
+    layers: Annotated[int, typer.Option(help="MoE layers that share one activation slot.")] = 1
+    ep_size: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 1
+    device_factor: Annotated[float, typer.Option(help="Received rows that scratch holds / balanced rows.")] = 1.0
+    vmm_total_factor: Annotated[
+        float | None, typer.Option(help="The same of device and host scratch together. Default: none on the host.")
+    ] = None
+    slot_factor: Annotated[
+        float | None, typer.Option(help="Size of a slot: 0 recomputes all, 1 saves all under balanced routing.")
+    ] = None
+    slot_bytes: Annotated[int | None, typer.Option(help="Size of a slot in bytes, instead of --slot-factor.")] = None
+    slots: Annotated[int, typer.Option(help="Independent activation slots.")] = 1
+    precision: Annotated[Precision, typer.Option(help="Of the GEMMs; nvfp4 needs --inference.")] = Precision.bf16
+    pipeline: Annotated[Pipeline | None, typer.Option(help="Of mxfp8 and nvfp4; default: staged.")] = None
+    inference: Annotated[bool, typer.Option("--inference", help="No backward, so no slots.")] = False
+
+    def config(self, tokens: int | None = None) -> Config:
+        """The Config, with these tokens instead of --tokens if given."""
+        shape = {
+            "tokens": self.tokens if tokens is None else tokens,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "top-k": self.top_k,
+            "experts": self.experts,
+        }
+        if self.model is not None:
+            model = find(self.model)
+            sizes = {"hidden": model.D, "intermediate": model.F, "top-k": model.K, "experts": model.E}
+            shape |= {name: size for name, size in sizes.items() if shape[name] is None}
+        if missing := [f"--{name}" for name, value in shape.items() if value is None]:
+            raise ValueError(f"missing {', '.join(missing)}; --model gives all but --tokens")
+        if self.pipeline is not None and self.precision is Precision.bf16:
+            raise ValueError("--pipeline is for --precision mxfp8 and nvfp4")
+        block_scaled = None
+        if self.precision is not Precision.bf16:
+            block_scaled = BlockScaledConfig(FORMATS[self.precision], pipeline=self.pipeline or Pipeline.staged)
+        return Config(
+            *shape.values(),
+            max_moe_layers_per_activation_slot=self.layers,
+            device_scratch_capacity_factor=self.device_factor,
+            activation_slot_capacity_factor=self.slot_factor,
+            activation_slot_bytes=self.slot_bytes,
+            num_activation_slots=self.slots,
+            vmm=None if self.vmm_total_factor is None else VmmConfig(self.vmm_total_factor),
+            block_scaled=block_scaled,
+            inference=self.inference,
+        )
+
+
+def takes_sizes(command: Callable[..., None]) -> Callable[..., None]:
+    """command(sizes, ...) as a command whose options are the fields of Sizes, then its own."""
+    shared = inspect.signature(Sizes).parameters.values()
+    _, *own = inspect.signature(command).parameters.values()
+
+    def run(**options) -> None:
+        sizes = Sizes(**{p.name: options.pop(p.name) for p in shared})
+        command(sizes, **options)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
+    run.__signature__ = inspect.Signature(options)
+    return run
 
 
 @app.callback()
@@ -123,74 +185,85 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     print(json.dumps(found) if as_json else describe(found))
 
 
+def _skews(text: str | None) -> list[float]:
+    try:
+        return [float(word) for word in (text or "").replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"--skews must be numbers with commas between them, got {text!r}") from None
+
+
+def _gib_as_bytes(gib: float) -> int:
+    if not (math.isfinite(gib) and gib > 0):
+        raise ValueError(f"--fits must be finite and positive, got {gib:g}")
+    return int(gib * GIB)
+
+
+def _check_picture(png: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib; pip install 'dist-moe-triton[demo]'")
+    if not png.absolute().parent.is_dir():
+        raise ValueError(f"the folder of --png {png} does not exist")
+
+
+def _draw(png: Path, sizes: Sizes, report: Report, skews: list[Skew]) -> None:
+    from .plan_picture import draw
+
+    config = report.config
+    shape = f"D {config.hidden_dim}, F {config.intermediate_dim}, E {config.num_experts}, K {config.top_k}"
+    call = f"T {config.num_local_input_tokens}, {report.ep_size} rank(s), {sizes.precision}"
+    draw(png, bars(report, skews), f"{sizes.model or 'dist_moe'}: {shape}\n{call}")
+
+
 @app.command()
+@takes_sizes
 def plan(
-    tokens: Tokens,
-    hidden: Hidden,
-    intermediate: Intermediate,
-    top_k: TopK,
-    experts: Experts,
-    layers: Layers = 1,
-    ep_size: EpSize = 1,
-    device_factor: DeviceFactor = 1.0,
-    slot_factor: SlotFactor = None,
-    slot_bytes: SlotBytes = None,
-    slots: Slots = 1,
-    inference: Inference = False,
+    sizes: Sizes,
+    fits: Annotated[
+        float | None, typer.Option(help="Instead of --tokens: the most tokens a rank whose memory fits in these GiB.")
+    ] = None,
+    with_weights: Annotated[
+        bool, typer.Option("--with-weights", help="Count the weights and weight gradients of --layers layers.")
+    ] = False,
+    skews: Annotated[
+        str | None, typer.Option(help="Rows of the fullest rank over the mean, e.g. 1,1.5,2: what each asks for.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Save stacked bars; with --skews also one that fits each.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one line of JSON.")] = False,
 ) -> None:
-    """Print what a Context would allocate."""
+    """Print what a Context would allocate, what fits, and what a skewed routing makes of it."""
     with _one_line_errors():
-        config = _config(
-            tokens,
-            hidden,
-            intermediate,
-            top_k,
-            experts,
-            layers,
-            device_factor,
-            slot_factor,
-            slot_bytes,
-            slots,
-            inference,
-        )
-        memory_plan = plan_memory(config, ep_size)
-    print(json.dumps(memory_plan.to_dict()) if as_json else memory_plan.explain())
+        if png is not None:
+            _check_picture(png)
+        report = Report(sizes.config(None if fits is None else 1), sizes.ep_size, with_weights)
+        answer, headline = {}, None
+        if fits is not None:
+            if sizes.tokens is not None:
+                raise ValueError("--fits finds the tokens; leave --tokens out")
+            report, problem = largest_that_fits(report, _gib_as_bytes(fits))
+            most = report.config.num_local_input_tokens
+            headline = f"largest T that fits in {fits:g} GiB: {most:,}; {most + 1:,} does not: {problem}"
+            answer["fits"] = {"gib": fits, "problem_of_one_token_more": problem}
+        found_skews = [report.skew(skew) for skew in _skews(skews)]
+        answer |= report.to_dict(found_skews)
+        if png is not None:
+            _draw(png, sizes, report, found_skews)
+    if as_json:
+        print(json.dumps(answer))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    if headline is not None:
+        console.print(f"{headline}\n", soft_wrap=True, markup=False)
+    print_report(console, report, found_skews)
+    if png is not None:
+        console.print(f"\npicture: {png}", markup=False, soft_wrap=True)
 
 
 @app.command()
-def explain(
-    tokens: Tokens,
-    hidden: Hidden,
-    intermediate: Intermediate,
-    top_k: TopK,
-    experts: Experts,
-    layers: Layers = 1,
-    ep_size: EpSize = 1,
-    device_factor: DeviceFactor = 1.0,
-    slot_factor: SlotFactor = None,
-    slot_bytes: SlotBytes = None,
-    slots: Slots = 1,
-    inference: Inference = False,
-    device: DeviceOption = None,
-    backend: BackendOption = None,
-) -> None:
+@takes_sizes
+def explain(sizes: Sizes, device: DeviceOption = None, backend: BackendOption = None) -> None:
     """Print the plan, and which backend would run every op and why."""
     with _one_line_errors():
-        config = _config(
-            tokens,
-            hidden,
-            intermediate,
-            top_k,
-            experts,
-            layers,
-            device_factor,
-            slot_factor,
-            slot_bytes,
-            slots,
-            inference,
-        )
-        text = registry.explain(config, ep_size, device=device, backend=backend)
+        text = registry.explain(sizes.config(), sizes.ep_size, device=device, backend=backend)
     print(text)
 
 
