@@ -33,7 +33,9 @@ path() {
 }
 
 mapfile -t passed < <(sed -n 's/^\(tests.*\) PASSED.*/--deselect=\1/p' "$log" 2>/dev/null)
-once tests 300 python3 -m pytest tests/test_gpu_ranks.py tests/test_delays.py -v -m ranks -k "${W}_gpus" "${passed[@]}" > >(tee -a "$log")
+# pytest ends with 5 when all are deselected: they have passed, in a call that was ended before it could say so.
+pytest='python3 -m pytest "$@"; code=$?; exit $((code == 5 && $# > 7 ? 0 : code))'
+once tests 300 bash -c "$pytest" pytest tests/test_gpu_ranks.py tests/test_delays.py -v -m ranks -k "${W}_gpus" "${passed[@]}" > >(tee -a "$log")
 
 skews=(balanced "zipf(1.0)" "hot_rank(2.0)")
 ((W == 4)) || skews+=("hot_rank(4.0)")

@@ -333,7 +333,7 @@ def test_is_a_shell_script(script):
 PYTHON_STUB = """#!/bin/bash
 echo "$*" >>"$CALLS"
 [[ $* != "-m pytest"* ]] || echo "tests/test_gpu_ranks.py::test_faults[4_gpus] PASSED [ 50%]"
-[[ $* != *"$FAILS"* ]]
+[[ $* != *"$FAILS"* ]] || exit ${CODE:-1}
 """
 
 
@@ -350,10 +350,14 @@ def test_run_many_goes_on_where_it_ended(tmp_path):
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True).returncode
         return code, calls.read_text().splitlines()[1:-1]
 
+    assert call(commit="all deselected", fails="-m pytest", CODE="5", BUDGET_S="21")[0] == 1  # nothing has passed yet
     code, commands = call(fails="-m pytest")
     assert code == 1 and len(commands) == 9 and "--deselect" not in commands[0]
     assert all("bench_path --shapes qwen3-30b deepseek-v3" in command for command in commands[1:])
     code, commands = call()
     assert code == 0 and len(commands) == 1 and "--deselect=tests/test_gpu_ranks.py::test_faults[4_gpus]" in commands[0]
     assert call() == (0, [])
+    (tmp_path / "run_many.txt").write_text("")
+    code, commands = call(fails="-m pytest", CODE="5")
+    assert code == 0 and "--deselect" in commands[0]
     assert call(commit="another", BUDGET_S="10") == (1, [])
