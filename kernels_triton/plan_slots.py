@@ -50,6 +50,7 @@ STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SLOTS = (
     )
 )
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
+FAULT_SLOT_ROOM = tl.constexpr(shapes.FAULT_SLOT_ROOM)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
 
 
@@ -173,6 +174,9 @@ def _plan_forward(
         w = tl.arange(0, BLOCK_W)
         rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
         used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
+        if tl.max(used) + (depth - layer) * x_bytes > slot_bytes:
+            set_fault(fault_ptr, FAULT_SLOT_ROOM, rank, slot, layer, depth)
+            return
         kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes)
         start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
         if kept == KEEPS_ROWS:

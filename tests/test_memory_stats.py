@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dist_moe import RoutingOverflowError, create_context, routed_experts
+from dist_moe import RoutingOverflowError, SlotError, create_context, plan_memory, routed_experts
+from dist_moe.plan_report import Report
 from dist_moe.planner import saved_full_bytes, saved_h1_bytes, saved_input_bytes, scratch_bytes
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs
@@ -137,3 +138,29 @@ def test_replays_are_counted():
         for _ in range(3):
             graph.replay()
         assert context.memory_stats().calls == 4
+
+
+def test_a_slot_that_grows_beyond_its_room_is_a_fault(backend):
+    """A layer saved as the only one of its slot, then one more: no byte of another slot is touched."""
+    case = replace(CASE, routing="balanced")
+    rows = saved_full_bytes(case.config(), case.T * case.K)
+    sizes = {"activation_slot_bytes": rows, "activation_slot_capacity_factor": None}
+    with open_context(backend, max_moe_layers_per_activation_slot=2, num_activation_slots=2, **sizes) as context:
+        inputs = there(case, DEVICE[backend])
+        inputs[0].x_TD.requires_grad_()
+        for slot, layers in ((1, 1), (0, 1), (0, 2)):
+            context.select_activation_slot(slot, layers)
+            virtual_experts(inputs, context)
+        with pytest.raises(SlotError, match=r"slot 0 has no room for layer 1 of 2"):
+            context.check()
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 2.0])
+def test_the_useful_slot_keeps_all_rows_that_fit(factor):
+    config = CASE.config(max_moe_layers_per_activation_slot=3, device_scratch_capacity_factor=factor)
+    plan = plan_memory(config, 2)
+    useful = {"activation_slot_bytes": plan.maximum_useful_activation_slot_bytes}
+    config = replace(config, activation_slot_capacity_factor=None, **useful)
+    report = Report(config, 2)
+    for rows in (0, 1, plan.total_scratch_capacity_rows // 2, plan.total_scratch_capacity_rows):
+        assert report.layers_kept(rows) == {"x": 0, "x and h1": 0, "rows of x and h1": 3}

@@ -47,7 +47,7 @@ def _one_line_errors() -> Iterator[None]:
     """What the arguments are to blame for: one line and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # NotImplementedError is a RuntimeError
         print(f"dist-moe: error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
@@ -201,6 +201,8 @@ def _gib_as_bytes(gib: float) -> int:
 def _check_picture(png: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib; pip install 'dist-moe-triton[demo]'")
+    if png.suffix != ".png":
+        raise ValueError(f"--png wants the name of a file that ends in .png, got {png}")
     if not png.absolute().parent.is_dir():
         raise ValueError(f"the folder of --png {png} does not exist")
 

@@ -17,15 +17,7 @@ from torch import Tensor
 from . import errors, memory_stats, moe, shapes
 from .config import Config, as_bool, as_float, as_int, config_hash
 from .memory_stats import MemoryStats
-from .planner import (
-    MemoryPlan,
-    capacity_rows,
-    dedup,
-    plan_memory,
-    saved_h1_bytes,
-    saved_input_bytes,
-    symmetric_regions,
-)
+from .planner import MemoryPlan, dedup, plan_memory, slot_geometry, symmetric_regions
 from .registry import default_device, not_in_this_release, resolve
 from .slots import SavedForward, SavedForwards
 from .symm import World
@@ -145,8 +137,7 @@ class Context:
 
     def reset_memory_stats(self) -> None:
         """Count from zero again, on this rank; in stream order, so it may be captured. reset() leaves the counts."""
-        self.require_open()
-        with self._lock, self._device_guard():
+        with self.call():
             for r in self.ranks:
                 r.stats_S.zero_()
 
@@ -441,15 +432,7 @@ def create_context(
         capacity_rows=plan.total_scratch_capacity_rows,
         dedup=dedup(config, world.size),
         activation=config.activation_fn,
-        geometry=shapes.Geometry(
-            hidden_dim=config.hidden_dim,
-            intermediate_dim=config.intermediate_dim,
-            slot_bytes=plan.activation_slot_bytes,
-            x_bytes=saved_input_bytes(config),
-            x_h1_bytes=saved_h1_bytes(config, capacity_rows(config, world.size, 1.0)),
-            total_bytes=plan.total_device_buffer_bytes,
-            training=not config.inference,
-        ),
+        geometry=slot_geometry(config, world.size, plan),
         config_hash=config_hash(config, world.size),
         timeout_ns=int(timeout_s * 1e9),
         exchanges=not world.emulated,

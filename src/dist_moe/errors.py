@@ -68,6 +68,7 @@ _CAUSES = {
     shapes.FAULT_ABORTED: PeerAbortedError,
     shapes.FAULT_TIMEOUT: PeerTimeoutError,
     shapes.FAULT_SLOT: SlotError,
+    shapes.FAULT_SLOT_ROOM: SlotError,
 }
 
 
@@ -114,5 +115,10 @@ def from_fault_record(
         return SlotError(
             f"activation slot {a} was used out of order on the device: layer {b} where {c} is the newest; "
             "backwards run in the reverse order of their forwards, once each, and not across a reset"
+        )
+    if code == shapes.FAULT_SLOT_ROOM:
+        return SlotError(
+            f"activation slot {a} has no room for layer {b} of {c}: the layers before it were saved for a slot of "
+            "fewer; select_activation_slot wants the number of layers that the slot will hold in all"
         )
     raise AssertionError(f"unknown fault record {list(record)}")

@@ -11,8 +11,12 @@ from .planner import MemoryPlan, scratch_bytes
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Of one rank, since its Context was made or reset_memory_stats(). Calls that ended in a fault are not in it, and a
-    forward under a checkpoint counts once, when it is run again."""
+    """Of one rank, since its Context was made or reset_memory_stats().
+
+    A call counts as soon as its rows have their places: one that overflows does not, one whose peer dies later does. A
+    forward under a non-reentrant checkpoint counts once, when it is run again; under a reentrant one, whose first run
+    looks like an evaluation, twice.
+    """
 
     calls: int  # forwards, with and without gradients
     rows_mean: float  # received rows of a forward

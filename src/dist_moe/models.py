@@ -26,6 +26,6 @@ MODELS = (
 def find(name: str) -> Shape:
     """The model of this name; ValueError lists the known ones."""
     for model in MODELS:
-        if model.name == name:
+        if model.name == name.casefold():
             return model
     raise ValueError(f"unknown model {name!r}; known are {', '.join(model.name for model in MODELS)}")

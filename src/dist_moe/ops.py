@@ -243,10 +243,11 @@ def routed_experts(
              w13_weight, w2_weight: this rank's experts, bf16, contiguous: [L, 2F, D] (gate rows, then up rows) and
              [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F].
     Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores and weights,
-             once a forward, in one visit or, with retain_graph, one for the inputs and one for the weights; weight
-             gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the
-             parameter's grad_dtype). A selective checkpoint must save the outputs of
-             torch.ops.dist_moe.bf16_forward; a plain one saves, when it recomputes, into the slot then selected.
+             once a forward, in one visit or, with retain_graph, one for the inputs and one for the weights with the
+             same gradient tensor of the output, as zero-bubble schedules have it; weight gradients leave backward in
+             Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the parameter's grad_dtype). A
+             selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward; a plain one saves, when
+             it recomputes, into the slot then selected.
     Raises:  TypeError, ValueError for arguments; NotImplementedError naming a feature that this release only checks;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
     Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.

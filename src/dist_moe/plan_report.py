@@ -19,7 +19,7 @@ from rich.table import Table
 from . import planner, reference, registry, shapes
 from .config import Config
 from .memory_plan import MemoryPlan, format_bytes
-from .planner import capacity_rows, plan_memory, row_pitches, saved_full_bytes, saved_h1_bytes, scratch_bytes
+from .planner import capacity_rows, plan_memory, row_pitches, saved_full_bytes, scratch_bytes, slot_geometry
 
 GIB = 2**30
 
@@ -155,15 +155,7 @@ class Report:
         config, plan, layers = self.config, self.plan, self.config.max_moe_layers_per_activation_slot
         if config.inference or config.block_scaled is not None or rows > plan.total_scratch_capacity_rows:
             return None
-        geometry = shapes.Geometry(
-            hidden_dim=config.hidden_dim,
-            intermediate_dim=config.intermediate_dim,
-            slot_bytes=plan.activation_slot_bytes,
-            x_bytes=plan.saved_input_bytes_per_layer,
-            x_h1_bytes=saved_h1_bytes(config, self.balanced_rows),
-            total_bytes=plan.total_virtual_bytes,
-            training=True,
-        )
+        geometry = slot_geometry(config, self.ep_size, plan)
         rank_rows_W, row_start_P = torch.tensor([rows]), torch.tensor([0, rows])
         stats_S = torch.zeros(shapes.STATS_SLOTS + 2, dtype=torch.int64)  # one slot, one expert
         state = {

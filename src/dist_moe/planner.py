@@ -163,6 +163,21 @@ def saved_h1_bytes(config: Config, rows: int) -> int:
     return align(saved_input_bytes(config) + _region_bytes(rows, row_pitches(config)["h1"]), SLOT_ALIGNMENT)
 
 
+def slot_geometry(config: Config, ep_size: int, plan: MemoryPlan) -> shapes.Geometry:
+    """What the device-side slot planner must know of a Context. For later layers it reserves balanced rows, or as many
+    as there can be."""
+    rows = min(capacity_rows(config, ep_size, 1.0), plan.total_scratch_capacity_rows)
+    return shapes.Geometry(
+        hidden_dim=config.hidden_dim,
+        intermediate_dim=config.intermediate_dim,
+        slot_bytes=plan.activation_slot_bytes,
+        x_bytes=saved_input_bytes(config),
+        x_h1_bytes=saved_h1_bytes(config, rows),
+        total_bytes=plan.total_virtual_bytes,
+        training=not config.inference,
+    )
+
+
 def dedup(config: Config, ep_size: int) -> bool:
     """Whether a token's row crosses once for each rank it visits rather than once for each of its routes.
 

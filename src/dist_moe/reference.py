@@ -292,6 +292,9 @@ def plan_forward(
         if layer >= depth:
             _set_fault(fault_F, shapes.FAULT_SLOT, rank, slot, layer, depth)
             return
+        if int(slot_used_NW[slot].max()) + (depth - layer) * g.x_bytes > g.slot_bytes:
+            _set_fault(fault_F, shapes.FAULT_SLOT_ROOM, rank, slot, layer, depth)
+            return
         start = slot * g.slot_bytes + int(slot_used_NW[slot, rank])
         kept = _choose_kept(slot_used_NW[slot], rank_rows_W, g, depth - 1 - layer)
         slot_used_NW[slot] += _kept_bytes(rank_rows_W, g, kept)

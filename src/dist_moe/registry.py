@@ -68,7 +68,7 @@ def needs_hopper(call: Call) -> str | None:
     if problem := needs_triton(call):
         return problem
     found = metadata.version("triton")
-    if found.rsplit(".", 1)[0] not in GLUON_TRITONS:
+    if ".".join(found.split(".")[:2]) not in GLUON_TRITONS:
         return f"Gluon changes between versions of Triton; tried on {', '.join(GLUON_TRITONS)}, found {found}"
     if call.device.type != "cuda" or call.compute_capability[0] != 9:
         return "written for the tensor cores of compute capability 9.x"

@@ -38,7 +38,7 @@ HEADER_NAMES = (
     "layer in the activation slot of a backward",
     "forward of a backward",
 )
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 # Kinds of call. All ranks make the same kind at the same time.
 KIND_TRAIN, KIND_NO_GRAD, KIND_BACKWARD = 1, 2, 3
@@ -56,6 +56,7 @@ FAULT_OVERFLOW = 3  # rank receives most: rows needed, rows available
 FAULT_ABORTED = 4  # rank gave up its call: stage
 FAULT_TIMEOUT = 5  # rank is missing: stage, generation
 FAULT_SLOT = 6  # this rank's state is not the newest of its slot: slot, found, expected
+FAULT_SLOT_ROOM = 7  # a slot has no room left for the x of a layer: slot, layer, layers it is to hold
 
 MAX_EXPERTS = 2**15 - 1  # ids travel as int16
 MAX_ROUTES = 2**31 - 1  # row maps hold (source rank * T_max + token) * K + k as int32

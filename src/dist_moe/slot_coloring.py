@@ -87,6 +87,8 @@ def color_activation_slots(
              for inference or fixes the bytes of a slot; TypeError for numbers that are not integers.
     Order:   not collective; ranks that share a Context run the same schedule and get the same answer.
     """
+    if isinstance(actions, str) or not isinstance(actions, Iterable):
+        raise TypeError(f"{_WHERE}: actions must be a list of actions, got {actions!r}")
     by_name = isinstance(moe_layers, Mapping)
     holds = _holds(actions, set(moe_layers) if by_name else None)
     layers = {

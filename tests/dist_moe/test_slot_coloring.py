@@ -401,3 +401,9 @@ def test_a_step_of_torch_pipelining_runs_by_the_coloring(one_process):
         for x_TD, target_TD in reversed(list(zip(x.split(T), target.split(T), strict=True))):
             (modules[1](modules[0](x_TD)) * target_TD).sum().backward()
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, parameters, strict=True))
+
+
+@pytest.mark.parametrize("actions", ["0F0 0B0", 5, None])
+def test_what_is_no_list_is_refused_by_name(actions):
+    with pytest.raises(TypeError, match="color_activation_slots: actions must be a list"):
+        color_activation_slots(actions, 1)

@@ -254,6 +254,24 @@ def test_traces(device, slot_bytes, layers, kept, used):
     assert planner.state == ([[0, 0]], [0], [0] * shapes.FAULT_WORDS)
 
 
+def test_a_slot_that_was_to_hold_fewer_layers_has_no_room(device):
+    """The first layer left nothing for a second: a fault before anything is placed, not a write past the slot."""
+    planner = Both(device, geometry(128, 128, slot_bytes=6400, balanced=8), W=2)
+    assert word(planner.forward([7, 2], depth=1), "KEPT") == shapes.KEEPS_ROWS
+    before = planner.state[:2]
+    place = planner.forward([1, 1], depth=2)
+    assert planner.state[2][:4] == [shapes.FAULT_SLOT_ROOM, 0, 1, 2] and planner.state[:2] == before
+    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "X", "XR") == [shapes.KEEPS_X, 1, 1, UNTOUCHED, UNTOUCHED]
+
+
+def test_the_first_run_of_a_checkpoint_is_not_counted(device):
+    planner = Both(device, geometry(32, 32, slot_bytes=3072), W=1)
+    planner.forward([5], slot=-1, save=False)
+    assert not planner.kernel.stats_S.any()
+    planner.forward([5], slot=0, save=False)
+    assert planner.kernel.stats_S.tolist() == [1, 5, 5, 0, 0, 0, 0, 1, 0, 4]
+
+
 # Any program of forwards and backwards
 
 MAX_ROWS = 40
@@ -301,6 +319,11 @@ def test_any_program(device, program, data):
             for r in slot_bytes_in_use(g, saved, its_rows[rank], program.num_tokens_max)
         ]
         assert_disjoint(held + scratch_in_use(g, place, rows[rank]), g.total_bytes)
+        for slot, stack in live.items():
+            in_slot = [
+                r for saved, its in stack for r in slot_bytes_in_use(g, saved, its[rank], program.num_tokens_max)
+            ]
+            assert all(slot * g.slot_bytes <= a and b <= (slot + 1) * g.slot_bytes for a, b in in_slot if a < b)
         used = planner.state[0]
         assert all(used[slot][w] == size for (slot, w), size in rules.used.items())
         assert all(size <= g.slot_bytes for sizes in used for size in sizes)
