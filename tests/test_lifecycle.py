@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +165,24 @@ def test_close_before_and_after_the_group_is_destroyed():
     assert all(not left for _, left in outcomes)
     for step in range(5):
         assert_results_close([results[step] for results, _ in outcomes], dense(TWO, TWO.inputs()))
+
+
+def _closed_context_and_its_group(rank, group, case):
+    """A group of its own, destroyed while the closed Context is still held: whether it is gone."""
+    own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    context = make(own, case)
+    run_rank(case.inputs()[rank], context)
+    context.close()
+    alive = weakref.ref(own)
+    dist.barrier(own)
+    dist.destroy_process_group(own)
+    del own
+    return alive() is None and context.group is None
+
+
+def test_a_closed_context_holds_its_group_no_longer():
+    """The threads of a group that outlives the interpreter's end abort the process."""
+    assert on_ranks(2, _closed_context_and_its_group, TWO) == [True, True]
 
 
 def _one_closes_early(rank, group, case):

@@ -42,8 +42,8 @@ def live_context(handle: str) -> "Context":
 class Context:
     """Made by create_context. Owns communication buffers, scratch and saved activations; collective in use.
 
-    Attributes: group; config; memory_plan; device; name; buffers (symmetric regions of the local rank by name);
-    activation_buffer (uint8). Use as a context manager closes it.
+    Attributes: group (None once closed); config; memory_plan; device; name; buffers (symmetric regions of the local
+    rank by name); activation_buffer (uint8). Use as a context manager closes it.
     """
 
     def __init__(self, build=None, **parts):
@@ -333,6 +333,7 @@ class Context:
         _live.pop(self.name, None)
         self.ranks = []
         self.world.close()
+        self.group = None
 
     def __enter__(self) -> "Context":
         self.require_open()

@@ -178,6 +178,10 @@ class _GroupWorld(World):
         # Host objects travel through a CPU backend of the group where it has one.
         self._wire_device = torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
 
+    def close(self) -> None:
+        super().close()
+        self._group = None  # its threads end with the last reference to it, and must not outlive the interpreter
+
     def exchange(self, obj: Any) -> list[Any]:
         self._require_open()
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
