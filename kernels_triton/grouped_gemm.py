@@ -44,9 +44,8 @@ class Config:
     num_stages: int
 
 
-# One row for each output tile. Bytes in flight (stages * (block_m + block_n) * block_k * 2) stay near 144 KiB, so that
-# the staged output tile fits beside them in 227 KiB. 128x256x64 with 8 warps and 3 stages was the best of a prototype's
-# tiles and mostly above torch._grouped_mm on ragged rows (H200, 2026-11-29); bench_op.py times these kernels.
+# One row for each output tile. Bytes in flight (stages * (block_m + block_n) * block_k * 2), at most 192 KiB, leave
+# room in 227 KiB for what the compiler stages of the output tile. docs/performance.md compares with torch._grouped_mm.
 CONFIGS = {
     (128, 256): Config(128, 256, 64, num_warps=8, num_stages=4),
     (128, 128): Config(128, 128, 64, num_warps=4, num_stages=4),

@@ -130,7 +130,8 @@ def _times(rank, group, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_programs_sleep_and_never_for_the_same_time(device):
+def test_programs_sleep_for_times_that_differ(device):
+    """Half of the most on average. A GPU's clock moves in steps, so that few of 256 times differ: 24 on an H200."""
     (times,) = run(1, _times, device, delay_ns=_device.MAX_DELAY_NS, device=device)
     assert times.float().mean() > 0.1 * _device.MAX_DELAY_NS and len(times.unique()) > 8
 

@@ -31,7 +31,7 @@ def build(bars: dict[str, dict[str, int]], title: str) -> Figure:
         figure = Figure(figsize=(5.5 + 1.3 * len(bars), 5.6), layout="constrained")  # needs no display
         axes = figure.add_subplot()
         bottoms = [0.0] * len(bars)
-        for name, color in zip(names, COLORS, strict=False):
+        for name, color in zip(names, COLORS[: len(names)], strict=True):
             heights = [parts.get(name, 0) / 2**30 for parts in bars.values()]
             drawn = axes.bar(list(bars), heights, 0.62, bottoms, color=color, edgecolor="white", label=name)
             labels = [f"{height:.3g}" if height >= SMALLEST_LABEL * highest else "" for height in heights]

@@ -19,7 +19,7 @@ from rich.table import Table
 from . import planner, reference, registry, shapes
 from .config import Config
 from .memory_plan import MemoryPlan, format_bytes
-from .planner import capacity_rows, plan_memory, row_pitches, saved_full_bytes, scratch_bytes, slot_geometry
+from .planner import capacity_rows, plan_memory, scratch_bytes, scratch_regions, slot_geometry
 
 GIB = 2**30
 
@@ -61,17 +61,6 @@ class Skew(NamedTuple):
     outcome: str  # with the factors as planned: "device", "host" or "overflow"
     host_bytes: int  # of scratch_bytes, what lies in host memory then
     layers_kept: dict[str, int] | None  # as Report.layers_kept
-
-
-def scratch_regions(config: Config, rows: int) -> dict[str, int]:
-    """The bytes of planner.scratch_bytes, region by region."""
-    whole = {name: (rows + 1) * pitch for name, pitch in row_pitches(config).items()}
-    if config.block_scaled is None:
-        return {name: whole[name] for name in (("x", "h1", "h2") if config.inference else ("x", "h1", "h2", "h3"))}
-    found = {"h1": whole["h1"]}
-    if not config.inference:
-        found |= {"g2": whole["g2"], "x, h2 columns": saved_full_bytes(config, rows) - whole["h1"]}
-    return found | {"operands": scratch_bytes(config, rows) - sum(found.values())}
 
 
 @dataclass(frozen=True)

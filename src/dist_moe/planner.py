@@ -101,25 +101,33 @@ def _whole(num_bytes: int) -> int:
     return num_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
-def _block_scaled_scratch_bytes(config: Config, rows: int) -> int:
+def _block_scaled_scratch_regions(config: Config, rows: int) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
     x, h2 = _row_bundle_bytes(config, rows, D), _row_bundle_bytes(config, rows, F)
-    row_bundles = x + h2 if config.block_scaled.pipeline == "mega" else max(x, h2)
-    h1 = _region_bytes(rows, 4 * F)
-    if config.inference:
-        return _whole(h1 + row_bundles)
-    row_bundles = max(row_bundles, _row_bundle_bytes(config, rows, 2 * F))
-    columns = sum(_column_bundle_bytes(config, rows, width) for width in (D, F, D, 2 * F))  # of x, h2, dy, g1
-    return _whole(h1 + row_bundles + columns + _region_bytes(rows, 2 * F))
+    operands = x + h2 if config.block_scaled.pipeline == "mega" else max(x, h2)
+    regions = {"h1": _region_bytes(rows, 4 * F)}
+    if not config.inference:
+        x_columns, h2_columns, dy_columns, g1_columns = (
+            _column_bundle_bytes(config, rows, width) for width in (D, F, D, 2 * F)
+        )
+        regions |= {"g2": _region_bytes(rows, 2 * F), "x, h2 columns": x_columns + h2_columns}
+        operands = max(operands, _row_bundle_bytes(config, rows, 2 * F)) + dy_columns + g1_columns
+    named = sum(regions.values())
+    return regions | {"operands": _whole(named + operands) - named}
+
+
+def scratch_regions(config: Config, rows: int) -> dict[str, int]:
+    """Bytes of every region of the scratch of one call with `rows` received rows."""
+    if config.block_scaled is not None:
+        return _block_scaled_scratch_regions(config, rows)
+    names = ("x", "h1", "h2") if config.inference else ("x", "h1", "h2", "h3")
+    pitches = row_pitches(config)
+    return {name: _region_bytes(rows, pitches[name]) for name in names}
 
 
 def scratch_bytes(config: Config, rows: int) -> int:
     """Scratch of one call with `rows` received rows."""
-    if config.block_scaled is not None:
-        return _block_scaled_scratch_bytes(config, rows)
-    regions = ("x", "h1", "h2") if config.inference else ("x", "h1", "h2", "h3")
-    pitches = row_pitches(config)
-    return sum(_region_bytes(rows, pitches[name]) for name in regions)
+    return sum(scratch_regions(config, rows).values())
 
 
 def scratch_layout(config: Config, total_bytes: int, rows: int) -> dict[str, int]:

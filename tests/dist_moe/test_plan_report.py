@@ -10,8 +10,15 @@ from tests.path_cases import Case
 
 from dist_moe import create_context, models, reference, shapes
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
-from dist_moe.plan_report import GIB, Report, bars, largest_that_fits, scratch_regions
-from dist_moe.planner import capacity_rows, plan_memory, saved_h1_bytes, saved_input_bytes, scratch_bytes
+from dist_moe.plan_report import GIB, Report, bars, largest_that_fits
+from dist_moe.planner import (
+    capacity_rows,
+    plan_memory,
+    saved_h1_bytes,
+    saved_input_bytes,
+    scratch_bytes,
+    scratch_regions,
+)
 from dist_moe.symm import World
 from dist_moe.virtual import routed_experts
 
@@ -23,6 +30,13 @@ KINDS = {
     "bf16 on the host too": {"vmm": VmmConfig(2.0), "wgrad_dtype": torch.float32},
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
+}
+
+SCRATCH = {  # regions but for other operands, by whether block-scaled and whether for inference
+    (False, False): {"x", "h1", "h2", "h3"},
+    (False, True): {"x", "h1", "h2"},
+    (True, False): {"h1", "g2", "x, h2 columns"},
+    (True, True): {"h1"},
 }
 
 
@@ -73,10 +87,17 @@ def test_components_add_up_to_the_plan(model, kind, with_weights):
 
 
 @pytest.mark.parametrize("rows", [1, 128, 1000 * 128])
-def test_scratch_regions_add_up_to_the_scratch(model, kind, rows):
+def test_scratch_regions_hold_their_rows_and_little_more(model, kind, rows):
     config = config_of(model, **kind)
+    D, F = config.hidden_dim, config.intermediate_dim
     regions = scratch_regions(config, rows)
-    assert sum(regions.values()) == scratch_bytes(config, rows) and min(regions.values()) > 0
+    assert sum(regions.values()) == scratch_bytes(config, rows) and regions.pop("operands", 1) > 0
+    pitches = {"x": 2 * D, "h1": 4 * F, "h2": 2 * F, "h3": 2 * D, "g2": 2 * F, "x, h2 columns": D + F}
+    scales = {"x, h2 columns": rows // 32 * (D + F)}
+    assert regions.keys() == SCRATCH[config.block_scaled is not None, config.inference]
+    for name, size in regions.items():
+        least = rows * pitches[name] + scales.get(name, 0)
+        assert least <= size <= least + 2 * pitches[name]  # a row more of each of at most two parts
 
 
 def test_experts_that_ranks_cannot_share():

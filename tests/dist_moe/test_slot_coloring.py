@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining import PipelineStage, schedules
+from tests.pipeline_stages import one_process, select_slots, stages_of
+from torch.distributed.pipelining import schedules
 
 from dist_moe import Config, World, color_activation_slots, create_context, plan_memory, routed_experts
 from dist_moe.errors import SlotError
@@ -350,48 +350,21 @@ def test_a_context_runs_by_the_coloring(actions, request):
             train(actions, select, context)
 
 
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_step_of_torch_pipelining_runs_by_the_coloring(one_process):
+@one_process()
+def test_a_step_of_torch_pipelining_runs_by_the_coloring():
     """Two stages and three microbatches by torch's runtime; gradients are those of one microbatch after the other."""
-    like = torch.zeros(T, D, dtype=torch.bfloat16)
     modules = [torch.nn.Sequential(Layer(0), Layer(1)), torch.nn.Sequential(Layer(2))]
-    stages = [
-        PipelineStage(
-            module,
-            index,
-            num_stages=2,
-            device=torch.device("cpu"),
-            input_args=(like.clone().requires_grad_(index > 0),),
-            output_args=(like.clone().requires_grad_(),),
-        )
-        for index, module in enumerate(modules)
-    ]
+    stages = stages_of(modules, T, D)
     schedule = schedules.ScheduleLoopedBFS(stages, 3, lambda out, target: (out * target).sum(), scale_grads=False)
     coloring = color_activation_slots(schedule.pipeline_order[0], {0: 2, 1: 1})
     x, target = torch.randn(2, 3 * T, D).bfloat16()
     parameters = [p for module in modules for p in module.parameters()]
 
-    def select_first(stage):
-        forward = stage.forward_one_chunk
-
-        def forward_one_chunk(microbatch, *args, **kwargs):
-            context.select_activation_slot(*coloring.selection(stage.stage_index, microbatch))
-            return forward(microbatch, *args, **kwargs)
-
-        stage.forward_one_chunk = forward_one_chunk
-
     num_slots, depth = coloring.num_activation_slots, coloring.max_moe_layers_per_activation_slot
     with context_of(num_activation_slots=num_slots, max_moe_layers_per_activation_slot=depth) as context:
         for layer in (layer for module in modules for layer in module):
             layer.context = context
-        for stage in stages:
-            select_first(stage)
+        select_slots(stages, context, coloring)
         schedule.step(x, target=target)
         context.check()
         grads = [p.grad.clone() for p in parameters]

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.fault_cases import Step
 from tests.path_cases import Case, assert_results_equal
+from tests.pipeline_stages import one_process, select_slots, stages_of
 from tests.rank_calls import on_ranks, results_of, run_rank
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
@@ -107,59 +107,34 @@ def test_a_frozen_weight(context):
 
 
 @pytest.mark.parametrize("kind", [schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleZBVZeroBubble])
+@one_process()
 def test_a_step_of_a_zero_bubble_schedule(kind):
     """Stages of one process by torch's runtime; gradients are those of one microbatch after the other."""
     num_stages = 2 if kind is schedules.ScheduleZBVZeroBubble else 3
     modules = [torch.nn.Sequential(*(Layer(None, 9 * s + i) for i in range(2 - s % 2))) for s in range(num_stages)]
-    like = torch.zeros(T, D, dtype=torch.bfloat16)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        stages = [
-            PipelineStage(
-                module,
-                index,
-                num_stages,
-                torch.device("cpu"),
-                input_args=(like.clone().requires_grad_(index > 0),),
-                output_args=(like.clone().requires_grad_(),),
-            )
-            for index, module in enumerate(modules)
-        ]
-        schedule = kind(stages, 4, lambda out, target: (out * target).sum(), scale_grads=False)
-        order = [action for action in schedule.pipeline_order[0] if action is not None]
-        coloring = color_activation_slots(order, {s: len(module) for s, module in enumerate(modules)})
-        x, target = randn(4 * T, D, seed=20), randn(4 * T, D, seed=21)
-
-        def select_first(stage):
-            forward = stage.forward_one_chunk
-
-            def forward_one_chunk(microbatch, *args, **kwargs):
-                context.select_activation_slot(*coloring.selection(stage.stage_index, microbatch))
-                return forward(microbatch, *args, **kwargs)
-
-            stage.forward_one_chunk = forward_one_chunk
-
-        whole = torch.nn.Sequential(*modules)
-        num_layers = sum(map(len, modules))
-        with context_of(num_layers, coloring.num_activation_slots) as context:
-            for layer in (layer for module in modules for layer in module):
-                layer.context = context
-            for stage in stages:
-                select_first(stage)
-            for _ in range(2):
-                whole.zero_grad()
-                schedule.step(x, target=target)
-                context.check()
-                assert not context.ranks[0].slot_layers_N.any()
-            grads = [p.grad.clone() for p in whole.parameters()]
+    stages = stages_of(modules, T, D)
+    schedule = kind(stages, 4, lambda out, target: (out * target).sum(), scale_grads=False)
+    order = [action for action in schedule.pipeline_order[0] if action is not None]
+    coloring = color_activation_slots(order, {s: len(module) for s, module in enumerate(modules)})
+    x, target = randn(4 * T, D, seed=20), randn(4 * T, D, seed=21)
+    whole = torch.nn.Sequential(*modules)
+    num_layers = sum(map(len, modules))
+    with context_of(num_layers, coloring.num_activation_slots) as context:
+        for layer in (layer for module in modules for layer in module):
+            layer.context = context
+        select_slots(stages, context, coloring)
+        for _ in range(2):
             whole.zero_grad()
-            context.select_activation_slot(0, num_layers)
-            for x_TD, target_TD in zip(x.split(T), target.split(T), strict=True):
-                (whole(x_TD) * target_TD).sum().backward()
-            assert {"I", "W"} <= {str(action)[1] for action in order}
-            assert_equal(grads, [p.grad for p in whole.parameters()])
-    finally:
-        dist.destroy_process_group()
+            schedule.step(x, target=target)
+            context.check()
+            assert not context.ranks[0].slot_layers_N.any()
+        grads = [p.grad.clone() for p in whole.parameters()]
+        whole.zero_grad()
+        context.select_activation_slot(0, num_layers)
+        for x_TD, target_TD in zip(x.split(T), target.split(T), strict=True):
+            (whole(x_TD) * target_TD).sum().backward()
+        assert {"I", "W"} <= {str(action)[1] for action in order}
+        assert_equal(grads, [p.grad for p in whole.parameters()])
 
 
 # The visits one by one
