@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import errors, memory_stats, moe, shapes
+from . import errors, memory_stats, moe, shapes, vmm
 from .config import Config, as_bool, as_float, as_int, config_hash
 from .memory_stats import MemoryStats
 from .planner import MemoryPlan, dedup, plan_memory, slot_geometry, symmetric_regions
@@ -379,7 +380,7 @@ def create_context(
     Returns: the Context; `with create_context(...) as context` closes it.
     Raises:  TypeError, ValueError for arguments; RuntimeError when CUDA or the backend is missing; RankMismatchError
              naming rank and field when configurations differ; PeerAbortedError when another rank failed here;
-             NotImplementedError for what can be planned only: block-scaled formats and scratch on the host.
+             NotImplementedError for block-scaled formats, which can be planned only.
     Order:   collective over the group; all ranks in the same order.
     """
     # What one rank refuses, all learn of, instead of waiting for it: they meet first, whatever the arguments.
@@ -415,12 +416,15 @@ def create_context(
                     )
         plan, ops, name = prepared[0]
         logger.info("%s", plan.explain())
-        regions = world.allocate(symmetric_regions(config, world.size))
         ranks: list[moe.LocalRank] = []
-        world.together(
-            "create_context",
-            lambda: ranks.extend(_local_rank(world, config, plan, rank, regions[rank]) for rank in world.local_ranks),
-        )
+        with _activation_buffers(world, config, plan) as buffers:
+            regions = world.allocate(symmetric_regions(config, world.size))
+            world.together(
+                "create_context",
+                lambda: ranks.extend(
+                    _local_rank(world, config, plan, rank, regions[rank], buffers[rank]()) for rank in world.local_ranks
+                ),
+            )
     except BaseException:
         world.close()
         raise
@@ -490,7 +494,7 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
             f"on {world.size} ranks"
         )
     plan = plan_memory(config, world.size, device=world.device)
-    if reason := not_in_this_release(config, plan):
+    if reason := not_in_this_release(config):
         raise NotImplementedError(f"create_context: {reason}")
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
@@ -500,7 +504,30 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     return plan, resolve(world.device, backend), name
 
 
-def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regions: dict) -> moe.LocalRank:
+@contextlib.contextmanager
+def _activation_buffers(world: World, config: Config, plan: MemoryPlan):
+    """For each local rank, what returns its activation buffer.
+
+    To pin host memory takes seconds, so that it may begin in a thread while the symmetric regions are set up. On the
+    way out the thread is waited for; a buffer that nobody took is gone with it.
+    """
+
+    def make() -> Tensor:
+        if plan.vmm_granularity_bytes is None:
+            return torch.empty(plan.total_virtual_bytes, dtype=torch.uint8, device=world.device)
+        sections = (plan.vmm_device_prefix_bytes, plan.vmm_host_section_bytes, plan.vmm_device_scratch_section_bytes)
+        return vmm.map_buffer(vmm.Sections(*sections), world.device)
+
+    if plan.vmm_granularity_bytes is None or not config.vmm.prefetch:
+        yield dict.fromkeys(world.local_ranks, make)
+        return
+    with ThreadPoolExecutor(1, "dist_moe-map") as pool:
+        yield {rank: pool.submit(make).result for rank in world.local_ranks}
+
+
+def _local_rank(
+    world: World, config: Config, plan: MemoryPlan, rank: int, regions: dict, buffer: Tensor
+) -> moe.LocalRank:
     def words(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=world.device)
 
@@ -509,7 +536,6 @@ def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regio
         return elements[: num_rows * width].view(num_rows, width)
 
     on_gpu, D, F = world.device.type == "cuda", config.hidden_dim, config.intermediate_dim
-    buffer = torch.empty(plan.total_device_buffer_bytes, dtype=torch.uint8, device=world.device)
     elements, fault_F = buffer[: len(buffer) // 2 * 2].view(torch.bfloat16), words(shapes.FAULT_WORDS)
     return moe.LocalRank(
         rank=rank,

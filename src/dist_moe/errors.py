@@ -96,7 +96,8 @@ def from_fault_record(
         factor = math.ceil(a / max(balanced_rows, 1) * 1e4) / 1e4  # rounded up, so that the advice holds
         return RoutingOverflowError(
             f"routing overflow: rank {rank} needs {a} rows, {b} are available (needed and available rows are those of "
-            f"one rank); a device_scratch_capacity_factor of {factor:.10g} would have fitted",
+            f"one rank); a capacity factor of {factor:.10g} would have fitted (device_scratch_capacity_factor, or "
+            "VmmConfig.total_scratch_capacity_factor with scratch on the host)",
             rank=rank,
             needed_rows=a,
             available_rows=b,

@@ -25,7 +25,7 @@ class MemoryStats:
     layers_kept: dict[str, int]  # forwards that a backward follows, by what their slot kept: shapes.KEPT_NAMES
     slot_peak_bytes: tuple[int, ...]  # by activation slot
     scratch_peak_bytes: int
-    host_overflow_peak_bytes: int  # of scratch_peak_bytes, what lay in host memory
+    host_overflow_peak_bytes: int  # of scratch_peak_bytes, what lay in host memory, or would on a GPU
 
     @property
     def layers_recomputed(self) -> int:
@@ -46,5 +46,12 @@ def read(stats_S: Tensor, config: Config, plan: MemoryPlan) -> MemoryStats:
         layers_kept=dict(zip(shapes.KEPT_NAMES, words[shapes.STATS_KEPT : shapes.STATS_SLOTS], strict=True)),
         slot_peak_bytes=tuple(words[shapes.STATS_SLOTS : slots]),
         scratch_peak_bytes=scratch,
-        host_overflow_peak_bytes=max(0, scratch - plan.device_scratch_bytes),
+        host_overflow_peak_bytes=_on_host(scratch, plan),
     )
+
+
+def _on_host(scratch: int, plan: MemoryPlan) -> int:
+    """Bytes beyond the hot device section, which may be larger than what was planned for it; at most the host's."""
+    if plan.vmm_granularity_bytes is None:
+        return max(0, scratch - plan.device_scratch_bytes)
+    return min(max(0, scratch - plan.vmm_device_scratch_section_bytes), plan.vmm_host_section_bytes)

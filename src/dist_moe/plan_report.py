@@ -204,7 +204,7 @@ class Report:
         found.append(f"past {total} rows on any rank the call raises RoutingOverflowError on all; no token is dropped")
         if not plan.inference:
             found += self._slot_limits()
-        if reason := registry.not_in_this_release(config, plan):
+        if reason := registry.not_in_this_release(config):
             found.append(f"planned only: {reason}")
         return found
 

@@ -337,13 +337,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of one rank of ep_size ranks. Plain arithmetic on any machine; not collective.
 
-    Args:    device: with host scratch, the device whose driver sizes the mapping; no driver is asked in this release,
-             so that it changes nothing.
-             vmm_granularity_bytes: of the driver's mappings, usually 2 MiB; with host scratch it gives the sizes of the
-             physical mapping, which are None and 0 without it.
+    Args:    device: with host scratch, the CUDA device whose driver gives the granularity; a CPU has none, and its
+             plain buffer holds all of the scratch.
+             vmm_granularity_bytes: of the driver's mappings, usually 2 MiB, instead of asking a driver; with host
+             scratch it gives the sizes of the physical mapping, which are None and 0 without it.
     Returns: the plan that create_context would allocate.
              num_experts / ep_size is rounded down here; create_context refuses a remainder.
-    Raises:  TypeError, ValueError.
+    Raises:  TypeError, ValueError; with host scratch and a CUDA device, RuntimeError without cuda-python or a driver.
     """
     ep_size = as_int("plan_memory", "ep_size", ep_size)
     if ep_size <= 0:
@@ -368,10 +368,13 @@ def plan_memory(
     host_scratch = max(0, scratch_bytes(config, total_rows) - device_scratch)
     used_bytes = num_slots * slot + device_scratch + host_scratch
     granularity, mapped, virtual_bytes = None, (None, None, None), used_bytes
-    if host_scratch and vmm_granularity_bytes is not None:
+    if host_scratch:
         granularity = vmm_granularity_bytes
-        mapped = vmm.sections(num_slots * slot, host_scratch, device_scratch, granularity)
-        virtual_bytes = sum(mapped)
+        if granularity is None and device is not None and torch.device(device).type == "cuda":
+            granularity = vmm.granularity_bytes(device)
+        if granularity is not None:
+            mapped = vmm.sections(num_slots * slot, host_scratch, device_scratch, granularity)
+            virtual_bytes = sum(mapped)
     regions = symmetric_regions(config, ep_size).items()
     return MemoryPlan(
         balanced_recv_rows=balanced_rows,

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from .config import Config
-from .planner import MemoryPlan, dedup, plan_memory
+from .planner import dedup, plan_memory
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
@@ -157,17 +157,12 @@ def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace
     return SimpleNamespace(**ops, backends=backends)
 
 
-def not_in_this_release(config: Config, plan: MemoryPlan) -> str | None:
-    """Why no backend can run what was planned, in words; None: it can run."""
+def not_in_this_release(config: Config) -> str | None:
+    """Why no backend can run what can be planned, in words; None: it can run."""
     if config.block_scaled is not None:
         return (
             f"block-scaled execution ({config.block_scaled.format}) is not in this release; "
             "leave Config.block_scaled unset"
-        )
-    if plan.uses_host_scratch:
-        return (
-            "mapping host scratch (VmmConfig) is not in this release; raise device_scratch_capacity_factor to "
-            f"{plan.total_scratch_capacity_factor:g}"
         )
     return None
 
@@ -198,9 +193,9 @@ def explain(
     device = default_device(device)
     call = call_of(device, backend)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
-    plan = plan_memory(config, ep_size)
+    plan = plan_memory(config, ep_size, device=device)
     lines = [plan.explain(), f"exchange: {scheme}"]
-    if reason := not_in_this_release(config, plan):
+    if reason := not_in_this_release(config):
         return "\n".join([*lines, f"ops on {device}: none, {reason}"])
     lines.append(f"ops on {device}:")
     ops_by_answer: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ def test_the_advised_factor_fits(tokens, needed):
     record = [shapes.FAULT_OVERFLOW | 1 << shapes.FAULT_RANK_SHIFT, needed, tokens, 0]
     error = errors.from_fault_record(record, balanced_rows=plan_memory(config, 2).balanced_recv_rows)
     assert isinstance(error, RoutingOverflowError) and (error.needed_rows, error.available_rows) == (needed, tokens)
-    advised = float(str(error).split("device_scratch_capacity_factor of ")[1].split()[0])
+    advised = float(str(error).split("a capacity factor of ")[1].split()[0])
     assert advised == error.needed_factor
     plan = plan_memory(Config(tokens, 32, 32, 1, 2, 1, device_scratch_capacity_factor=advised), 2)
     assert plan.device_scratch_capacity_rows >= needed

@@ -8,7 +8,6 @@ from dist_moe import BlockScaledConfig, Config, VmmConfig, World, create_context
 
 CONFIG = Config(8, 64, 96, 2, 4, 1)
 BLOCK_SCALED = r"block-scaled execution \({}\) is not in this release; leave Config.block_scaled unset"
-HOST_SCRATCH = r"mapping host scratch \(VmmConfig\) is not in this release; raise device_scratch_capacity_factor to 2"
 
 
 @pytest.mark.parametrize(
@@ -16,7 +15,6 @@ HOST_SCRATCH = r"mapping host scratch \(VmmConfig\) is not in this release; rais
     [
         ({"block_scaled": BlockScaledConfig()}, BLOCK_SCALED.format("mxfp8_e4m3")),
         ({"block_scaled": BlockScaledConfig("nvfp4"), "inference": True}, BLOCK_SCALED.format("nvfp4")),
-        ({"vmm": VmmConfig()}, HOST_SCRATCH),
         ({"block_scaled": BlockScaledConfig(), "vmm": VmmConfig()}, BLOCK_SCALED.format("mxfp8_e4m3")),
     ],
 )
@@ -31,8 +29,3 @@ def test_explain_says_it():
     text = explain(replace(CONFIG, block_scaled=BlockScaledConfig()), 2, device="cpu")
     assert "prepared weights" in text
     assert text.splitlines()[-1].startswith("ops on cpu: none, block-scaled execution (mxfp8_e4m3) is not in this")
-
-
-def test_vmm_that_needs_no_host_runs():
-    with create_context(group=World.virtual(2), config=replace(CONFIG, vmm=VmmConfig(1.0)), backend="reference"):
-        pass

@@ -163,7 +163,7 @@ def test_mapping_of_a_known_granularity():
 
 def test_no_mapping_without_granularity_or_host_scratch():
     for plan in (
-        plan_memory(replace(SMALL, vmm=VMM2), 2, device="cuda"),
+        plan_memory(replace(SMALL, vmm=VMM2), 2, device="cpu"),
         plan_memory(replace(SMALL, vmm=VmmConfig(1.0)), 2, vmm_granularity_bytes=2**21),
         plan_memory(SMALL, 2, vmm_granularity_bytes=2**21),
     ):

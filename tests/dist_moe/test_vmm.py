@@ -1,9 +1,15 @@
-"""The sections of a mapping, by hand and against the rule stated once more."""
+"""Sections of a mapping, by hand and against the rule stated once more; ranges, on a driver that keeps the rules."""
+
+import importlib.util
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_moe import Config, VmmConfig, plan_memory, vmm
 from dist_moe.vmm import Sections, sections
 
 MIB = 2**20
@@ -39,3 +45,174 @@ def test_every_part_has_its_granules_and_no_total_is_small(slots, host, device, 
         assert sum(found) == 20 * MIB
     else:
         assert found.device_scratch == whole
+
+
+# Mappings, on a driver that keeps the rules and fails when told to
+
+PARTS = Sections(4 * MIB, 6 * MIB, 8 * MIB)
+ON_DEVICE, ON_HOST, ON_NODE = "device", "host", "node"
+
+
+class FakeDriver:
+    """The calls of cuda.bindings.driver that vmm makes, with what they hold; `refuses` (call, n) fails the nth one."""
+
+    CUresult = SimpleNamespace(
+        CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"),
+        CUDA_ERROR_OUT_OF_MEMORY=SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY"),
+    )
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID="node of the host")
+    CUmemLocationType = SimpleNamespace(
+        CU_MEM_LOCATION_TYPE_DEVICE=ON_DEVICE,
+        CU_MEM_LOCATION_TYPE_HOST=ON_HOST,
+        CU_MEM_LOCATION_TYPE_HOST_NUMA=ON_NODE,
+    )
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED="recommended")
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="rw")
+    CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = SimpleNamespace
+
+    def __init__(self, refuses=(None, None), node=0, base=1 << 40):
+        self.refuses, self.node, self.base = refuses, node, base
+        self.counts, self.ranges, self.handles, self.mapped, self.reachable = Counter(), {}, {}, {}, {}
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        if not name.startswith("cu"):
+            return found
+
+        def call(*arguments):
+            self.counts[name] += 1
+            if self.refuses in ((name, self.counts[name]), (name, None)):
+                return (self.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+            value = found(*arguments)
+            return (self.CUresult.CUDA_SUCCESS,) if value is None else (self.CUresult.CUDA_SUCCESS, value)
+
+        return call
+
+    def cuDeviceGet(self, ordinal):
+        return ordinal
+
+    def cuDeviceGetAttribute(self, attribute, ordinal):
+        return self.node
+
+    def cuMemGetAllocationGranularity(self, properties, flag):
+        return {ON_DEVICE: 2 * MIB, ON_HOST: 64 * 1024, ON_NODE: 3 * 2**16}[properties.location.type]
+
+    def cuMemAddressReserve(self, num_bytes, alignment, address, flags):
+        self.ranges[self.base] = num_bytes
+        return self.base
+
+    def cuMemAddressFree(self, address, num_bytes):
+        assert self.ranges.pop(address) == num_bytes and (self.refuses[0] == "cuMemUnmap" or not self.mapped)
+
+    def cuMemCreate(self, num_bytes, properties, flags):
+        assert properties.type == "pinned"
+        handle = len(self.handles) + 1
+        self.handles[handle] = (num_bytes, properties.location.type, properties.location.id)
+        return handle
+
+    def cuMemMap(self, address, num_bytes, offset, handle, flags):
+        assert offset == 0 and self.handles[handle][0] == num_bytes
+        self.mapped[address] = self.handles[handle]
+
+    def cuMemRelease(self, handle):
+        del self.handles[handle]
+
+    def cuMemUnmap(self, address, num_bytes):
+        assert self.mapped.pop(address)[0] == num_bytes
+
+    def cuMemSetAccess(self, address, num_bytes, descriptions, count):
+        assert sum(size for size, *_ in self.mapped.values()) == num_bytes and count == len(descriptions)
+        self.reachable[address] = [(d.location.type, d.location.id, d.flags) for d in descriptions]
+
+    def is_empty(self) -> bool:
+        return not (self.ranges or self.handles or self.mapped)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Nothing to wait for, and no cache."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def a_range(api, parts=PARTS):
+    return vmm._Range(parts, vmm._Driver(torch.device("cuda", 1), api))
+
+
+@pytest.mark.parametrize("node, host", [(3, (ON_NODE, 3)), (-1, (ON_HOST, 0))])
+def test_a_range_is_device_host_device_and_goes_with_its_last_user(no_gpu, node, host):
+    api = FakeDriver(node=node)
+    made = a_range(api)
+    assert made.__cuda_array_interface__ == {
+        "version": 3,
+        "shape": (18 * MIB,),
+        "typestr": "|u1",
+        "data": (api.base, False),
+    }
+    assert api.mapped == {
+        api.base: (4 * MIB, ON_DEVICE, 1),
+        api.base + 4 * MIB: (6 * MIB, *host),
+        api.base + 10 * MIB: (8 * MIB, ON_DEVICE, 1),
+    }
+    assert api.reachable == {api.base: [(ON_DEVICE, 1, "rw")]} and not api.handles
+    del made
+    assert api.is_empty()
+
+
+def test_no_slots_no_prefix(no_gpu):
+    api = FakeDriver()
+    made = a_range(api, PARTS._replace(device_prefix=0))
+    assert list(api.mapped.values()) == [(6 * MIB, ON_NODE, 0), (8 * MIB, ON_DEVICE, 1)]
+    del made
+    assert api.is_empty()
+
+
+REFUSED = [("cuMemAddressReserve", 1), ("cuMemSetAccess", 1), ("cuMemCreate", None)]
+REFUSED += [("cuMemMap", n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("refuses", REFUSED, ids=str)
+def test_what_fails_leaves_nothing_behind(no_gpu, refuses):
+    api = FakeDriver(refuses)
+    with pytest.raises(RuntimeError) as caught:
+        a_range(api)
+    assert api.is_empty()
+    if refuses[0] == "cuMemCreate":
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert str(caught.value).startswith("no room for the device_prefix of 4.000 MiB")
+    else:
+        assert str(caught.value) == f"{refuses[0]} failed with CUDA_ERROR_OUT_OF_MEMORY"
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_memory_that_torch_holds_without_need_is_given_back_first(no_gpu, nth):
+    api = FakeDriver(("cuMemCreate", nth))
+    made = a_range(api)
+    assert len(api.mapped) == 3 and api.counts["cuMemCreate"] == 4
+    del made
+    assert api.is_empty()
+
+
+def test_an_unmap_that_fails_is_said_and_the_rest_goes(no_gpu, caplog):
+    api = FakeDriver(("cuMemUnmap", 2))
+    made = a_range(api)
+    del made
+    assert "could not be unmapped" in caplog.text and "cuMemUnmap failed" in caplog.text
+    assert list(api.mapped) == [api.base + 4 * MIB] and not api.ranges
+
+
+def test_the_granularity_serves_both_kinds_of_memory(monkeypatch):
+    monkeypatch.setattr(vmm, "_open", lambda device: vmm._Driver(device, FakeDriver()))
+    assert vmm.granularity_bytes("cuda:0") == 6 * MIB  # of 2 MiB and 192 KiB
+    config = Config(4096, 512, 512, 2, 4, 1, vmm=VmmConfig(2.0))
+    assert plan_memory(config, 2, device="cuda:0") == plan_memory(config, 2, vmm_granularity_bytes=6 * MIB)
+    assert plan_memory(config, 2, device="cpu") == plan_memory(config, 2)
+
+
+@pytest.mark.parametrize("module, package", [("cuda", "cuda-python"), ("numpy", "numpy")])
+def test_a_missing_package_is_named(monkeypatch, module, package):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name) or find("os"))
+    with pytest.raises(RuntimeError, match=rf"VmmConfig cannot be used: {package} is not installed.*\[vmm\]"):
+        plan_memory(Config(4096, 512, 512, 2, 4, 1, vmm=VmmConfig(2.0)), 2, device="cuda:0")

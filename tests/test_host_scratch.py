@@ -1,0 +1,193 @@
+"""Scratch that reaches into host memory: the same bits, more rows. On a CPU one plain buffer holds all of it."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dist_moe import Config, RoutingOverflowError, VmmConfig, World, create_context, plan_memory
+from dist_moe.planner import scratch_bytes
+from dist_moe.virtual import RankInputs, RankResults, run_virtual
+
+from .path_cases import Case, assert_results_close, assert_results_equal, dense
+from .process_group import ranks
+from .rank_calls import on_ranks, run_rank, step
+
+CASES = (
+    Case("saved", routing="one_rank", E=8),
+    Case("recomputed", routing="one_rank", E=8, slot_factor=None),
+    Case("de-duplicated", W=3, T=6, K=4, E=12, routing="one_rank"),
+    Case("rows past a tile border", T=70, D=32, F=160, E=8, routing="one_rank"),
+)
+SHARES = (2 / 3, 1 / 4)  # of the scratch of the fullest rank, what lies on the device
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def host_backed(case: Case, share: float, **changes) -> dict:
+    return {"device_scratch_capacity_factor": share * case.W, "vmm": VmmConfig(case.W)} | changes
+
+
+def poisoned(context):
+    """What no kernel writes is NaN."""
+    for rank in context.ranks:
+        rank.buffer.fill_(0xFF)
+    return context
+
+
+def there(case: Case, device: str) -> list[RankInputs]:
+    return [RankInputs(*(tensor.to(device) for tensor in vars(rank).values())) for rank in case.inputs()]
+
+
+def run(case: Case, device: str, backend: str, **changes) -> tuple[list[RankResults], list[int]]:
+    """Results by rank, and the bytes of scratch that lay beyond the device's."""
+    world, inputs = World.virtual(case.W, device), there(case, device)
+    with poisoned(create_context(group=world, config=case.config(**changes), backend=backend)) as context:
+        results = run_virtual(case.W, context.config, inputs, context=context)
+        again = run_virtual(case.W, context.config, inputs, context=context)
+        assert_results_equal(results, again)
+        return results, [context.memory_stats(rank).host_overflow_peak_bytes for rank in range(case.W)]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_bits_are_those_of_a_step_that_fits(case, share, backend):
+    device = "cpu" if backend == "reference" else DEVICE
+    wanted, none = run(case, device, backend)
+    found, on_host = run(case, device, backend, **host_backed(case, share))
+    assert_results_equal(found, wanted)
+    assert_results_close([RankResults(*(t.cpu() for t in vars(r).values())) for r in found], dense(case, case.inputs()))
+    assert not any(none)
+    if device == "cpu":  # on a GPU the sections of such small cases are all rounded up
+        config = case.config(**host_backed(case, share))
+        plan = plan_memory(config, case.W)
+        rows = case.W * case.T * case.K
+        assert max(on_host) == plan.host_scratch_bytes == scratch_bytes(config, rows) - plan.device_scratch_bytes
+
+
+def _one_rank(rank, group, case, changes):
+    with create_context(group=group, config=case.config(**changes), device="cpu", backend="reference") as context:
+        return run_rank(case.inputs()[rank], context)
+
+
+def test_processes_use_it_too():
+    case = CASES[0]
+    wanted, _ = run(case, "cpu", "reference")
+    assert_results_equal(on_ranks(case.W, _one_rank, case, host_backed(case, 1 / 4)), wanted)
+
+
+def test_the_total_factor_is_the_limit_and_the_next_step_is_right():
+    case = CASES[0]
+    changes = {"device_scratch_capacity_factor": 0.5, "vmm": VmmConfig(1.5)}
+    fitting, world = Case("fitting", routing="balanced", E=8), World.virtual(2)
+    with create_context(group=world, config=case.config(**changes), backend="reference") as context:
+        with pytest.raises(RoutingOverflowError, match=r"needs 32 rows, 24 are available.*factor of 2 .*VmmConfig"):
+            run_virtual(2, context.config, case.inputs(), context=context)
+        context.reset()
+        found = run_virtual(2, context.config, fitting.inputs(), context=context)
+    assert_results_equal(found, run(fitting, "cpu", "reference")[0])
+
+
+def test_inference_scratch_lies_there_too():
+    case = Case("serving", routing="one_rank", E=8, slot_factor=None)
+    serve = {"inference": True, "num_activation_slots": 0}
+    inputs = [RankInputs(*list(vars(rank).values())[:5]) for rank in case.inputs()]
+    outs = []
+    for changes in (serve, serve | host_backed(case, 1 / 4)):
+        with poisoned(create_context(group=World.virtual(2), config=case.config(**changes), backend="reference")) as c:
+            outs.append(run_virtual(2, c.config, inputs, context=c))
+            plan = c.memory_plan
+    assert torch.equal(outs[0][0].out_TD, outs[1][0].out_TD) and torch.equal(outs[0][1].out_TD, outs[1][1].out_TD)
+    assert plan.uses_host_scratch and plan == plan_memory(c.config, 2)
+
+
+# On GPUs
+
+
+MIB = 2**20
+# Device scratch of 29 MiB and host scratch of as much: three sections, none of them small.
+REAL = Case("real", W=2, T=512, D=1024, F=768, K=4, E=8, routing="one_rank")
+
+
+def _free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetched", "not prefetched"])
+@pytest.mark.parametrize("share", SHARES)
+def test_ranges_of_a_gpu_hold_what_their_plan_says(share, prefetch):
+    config = REAL.config(**host_backed(REAL, share, vmm=VmmConfig(2.0, prefetch=prefetch)))
+    plan = plan_memory(config, 2, device="cuda")
+    assert plan.vmm_granularity_bytes >= 4096 and plan.vmm_host_section_bytes >= plan.host_scratch_bytes > MIB
+    wanted, _ = run(REAL, "cuda", "triton")
+    found, on_host = run(REAL, "cuda", "triton", **host_backed(REAL, share))
+    assert_results_equal(found, wanted)
+    assert max(on_host) == min(
+        scratch_bytes(config, 2 * REAL.T * REAL.K) - plan.vmm_device_scratch_section_bytes, plan.vmm_host_section_bytes
+    )
+    before, on_device = _free(), plan.vmm_device_prefix_bytes + plan.vmm_device_scratch_section_bytes
+    contexts = [create_context(group=World.virtual(2, "cuda"), config=config) for _ in range(2)]
+    taken = before - _free()
+    for context in contexts:
+        assert context.memory_plan == plan and context.activation_buffer.numel() == plan.total_virtual_bytes
+    symmetric = sum(size for _, size in plan.symmetric_bytes)
+    assert 4 * on_device <= taken <= 4 * (on_device + symmetric) + 64 * MIB  # two contexts of two ranks
+    del context
+    while contexts:
+        contexts.pop().close()
+    torch.cuda.empty_cache()
+    assert before - _free() <= 4 * MIB
+
+
+@pytest.mark.gpu
+def test_a_captured_step_serves_routing_of_either_size():
+    """The range stays where it is, so a graph captured on rows that fit the device replays with rows that do not."""
+    case = Case("graph", W=1, T=512, D=1024, F=768, K=4, E=8)
+    factors = {"device_scratch_capacity_factor": 0.25, "vmm": VmmConfig(1.0)}
+    few, many = replace(case, routing="dropped(0.9)"), case
+    inputs = [there(one, "cuda")[0] for one in (few, many)]
+    with poisoned(create_context(group=None, config=case.config(**factors))) as context:
+        wanted = [run_rank(one, context) for one in inputs]
+        static, graph = RankInputs(*(tensor.clone() for tensor in vars(inputs[0]).values())), torch.cuda.CUDAGraph()
+        address = context.activation_buffer.data_ptr()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = step(static, context)
+        for one, expected in [*zip(inputs, wanted, strict=True)] * 2:
+            for old, new in zip(vars(static).values(), vars(one).values(), strict=True):
+                old.copy_(new)
+            graph.replay()
+            context.check()
+            assert_results_equal([captured], [expected])
+        assert context.activation_buffer.data_ptr() == address
+        assert context.memory_stats().host_overflow_peak_bytes > 0
+
+
+@pytest.mark.gpu
+def test_a_section_without_room_leaves_nothing_behind():
+    free, total = torch.cuda.mem_get_info()
+    config = Config(2**16, 8192, 8192, 8, 8, 1, 1.0, num_activation_slots=1 + total // 2**30, vmm=VmmConfig(2.0))
+    with pytest.raises(torch.OutOfMemoryError, match=r"device_prefix of .*GiB"):
+        create_context(group=World.virtual(2, "cuda"), config=config)
+    torch.cuda.empty_cache()
+    assert free - _free() <= 64 * MIB
+
+
+def _between_gpus(rank, group, case, share):
+    inputs = RankInputs(*(tensor.cuda() for tensor in vars(case.inputs()[rank]).values()))
+    results = []
+    for changes in ({}, host_backed(case, share)):
+        with poisoned(create_context(group=group, config=case.config(**changes), peer_timeout_s=60)) as context:
+            results.append(run_rank(inputs, context))
+    assert_results_equal(results[:1], results[1:])
+    return context.memory_plan.vmm_host_section_bytes
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("share", SHARES)
+def test_two_gpus_give_the_same_bits(share):
+    on_host = ranks(2, device="cuda").run(_between_gpus, REAL, share, timeout_s=120)
+    assert min(on_host) > MIB
