@@ -1,12 +1,13 @@
 """Scratch that reaches into host memory: the same bits, more rows. On a CPU one plain buffer holds all of it."""
 
+import gc
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dist_moe import Config, RoutingOverflowError, VmmConfig, World, create_context, plan_memory
+from dist_moe import Config, RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
 from dist_moe.planner import scratch_bytes
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
@@ -110,36 +111,74 @@ MIB = 2**20
 REAL = Case("real", W=2, T=512, D=1024, F=768, K=4, E=8, routing="one_rank")
 
 
-def _free() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
+class Tally:
+    """The driver, and the bytes that were made and unmapped through it."""
+
+    def __init__(self, api):
+        self.api, self.made, self.unmapped = api, [], 0
+
+    def __getattr__(self, name):
+        return getattr(self.api, name)
+
+    def cuMemCreate(self, num_bytes, properties, flags):
+        kind = properties.location.type
+        self.made.append((num_bytes, kind == self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE))
+        return self.api.cuMemCreate(num_bytes, properties, flags)
+
+    def cuMemUnmap(self, address, num_bytes):
+        self.unmapped += num_bytes
+        return self.api.cuMemUnmap(address, num_bytes)
+
+
+@pytest.fixture
+def tally(monkeypatch) -> Tally:
+    from cuda.bindings import driver
+
+    counting = Tally(driver)
+    monkeypatch.setattr(vmm, "_open", lambda device: vmm._Driver(torch.empty(1, device=device).device, counting))
+    return counting
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetched", "not prefetched"])
 @pytest.mark.parametrize("share", SHARES)
-def test_ranges_of_a_gpu_hold_what_their_plan_says(share, prefetch):
-    config = REAL.config(**host_backed(REAL, share, vmm=VmmConfig(2.0, prefetch=prefetch)))
+def test_ranges_of_a_gpu_hold_what_their_plan_says(share, prefetch, tally):
+    wanted, _ = run(REAL, "cuda", "triton")
+    changes = host_backed(REAL, share, vmm=VmmConfig(2.0, prefetch=prefetch))
+    found, on_host = run(REAL, "cuda", "triton", **changes)
+    assert_results_equal(found, wanted)
+
+    config = REAL.config(**changes)
     plan = plan_memory(config, 2, device="cuda")
     assert plan.vmm_granularity_bytes >= 4096 and plan.vmm_host_section_bytes >= plan.host_scratch_bytes > MIB
-    wanted, _ = run(REAL, "cuda", "triton")
-    found, on_host = run(REAL, "cuda", "triton", **host_backed(REAL, share))
-    assert_results_equal(found, wanted)
-    assert max(on_host) == min(
-        scratch_bytes(config, 2 * REAL.T * REAL.K) - plan.vmm_device_scratch_section_bytes, plan.vmm_host_section_bytes
-    )
-    before, on_device = _free(), plan.vmm_device_prefix_bytes + plan.vmm_device_scratch_section_bytes
-    contexts = [create_context(group=World.virtual(2, "cuda"), config=config) for _ in range(2)]
-    taken = before - _free()
+    beyond = scratch_bytes(config, 2 * REAL.T * REAL.K) - plan.vmm_device_scratch_section_bytes
+    assert 0 < max(on_host) == min(beyond, plan.vmm_host_section_bytes)
+    parts = [(plan.vmm_device_prefix_bytes, True), (plan.vmm_host_section_bytes, False)]
+    parts.append((plan.vmm_device_scratch_section_bytes, True))
+    assert tally.made == 2 * parts and tally.unmapped == 2 * plan.total_virtual_bytes  # two ranks
+
+    contexts = [create_context(group=World.virtual(2, "cuda"), config=config) for _ in range(2)]  # four ranges at once
     for context in contexts:
         assert context.memory_plan == plan and context.activation_buffer.numel() == plan.total_virtual_bytes
-    symmetric = sum(size for _, size in plan.symmetric_bytes)
-    assert 4 * on_device <= taken <= 4 * (on_device + symmetric) + 64 * MIB  # two contexts of two ranks
+        assert_results_equal(run_virtual(2, config, there(REAL, "cuda"), context=context), wanted)
+        context.close()
+    assert tally.unmapped == 6 * plan.total_virtual_bytes and len(tally.made) == 18
+
+
+@pytest.mark.gpu
+def test_a_context_takes_what_its_plan_says():
+    config = REAL.config()
+    plan = plan_memory(config, 2)
+    planned = 2 * (plan.total_device_buffer_bytes + sum(size for _, size in plan.symmetric_bytes))
+    run(REAL, "cuda", "triton")
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with create_context(group=World.virtual(2, "cuda"), config=config) as context:
+        taken = torch.cuda.memory_allocated() - before
+        assert context.memory_plan == plan
+        assert planned <= taken <= planned + 2 * 32 * 1024  # words, and where regions start
     del context
-    while contexts:
-        contexts.pop().close()
-    torch.cuda.empty_cache()
-    assert before - _free() <= 4 * MIB
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.gpu
@@ -167,13 +206,13 @@ def test_a_captured_step_serves_routing_of_either_size():
 
 
 @pytest.mark.gpu
-def test_a_section_without_room_leaves_nothing_behind():
-    free, total = torch.cuda.mem_get_info()
+def test_a_section_without_room_leaves_nothing_behind(tally):
+    total = torch.cuda.mem_get_info()[1]
     config = Config(2**16, 8192, 8192, 8, 8, 1, 1.0, num_activation_slots=1 + total // 2**30, vmm=VmmConfig(2.0))
+    before = torch.cuda.memory_allocated()
     with pytest.raises(torch.OutOfMemoryError, match=r"device_prefix of .*GiB"):
         create_context(group=World.virtual(2, "cuda"), config=config)
-    torch.cuda.empty_cache()
-    assert free - _free() <= 64 * MIB
+    assert not tally.unmapped and torch.cuda.memory_allocated() == before
 
 
 def _between_gpus(rank, group, case, share):

@@ -111,8 +111,8 @@ def _open(device: torch.device) -> "_Driver":
         raise RuntimeError(f"VmmConfig cannot be used: {problem}")
     from cuda.bindings import driver
 
-    torch.empty(1, device=device)  # makes the device's context, also that of a new thread
-    return _Driver(device, driver)
+    # Makes the device's context, also that of a new thread.
+    return _Driver(torch.empty(1, device=device).device, driver)
 
 
 class _Driver:
@@ -121,8 +121,8 @@ class _Driver:
     def __init__(self, device: torch.device, api):
         self.device, self._api = device, api
         kinds, attributes = api.CUmemLocationType, api.CUdevice_attribute
-        self.on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index or 0)
-        ordinal = self._call("cuDeviceGet", device.index or 0)
+        self.on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index)
+        ordinal = self._call("cuDeviceGet", device.index)
         node = self._call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, ordinal)
         near = node >= 0  # the host's memory next to the device; -1 where the system knows no such thing
         kind = kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA if near else kinds.CU_MEM_LOCATION_TYPE_HOST
