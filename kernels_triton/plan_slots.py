@@ -2,7 +2,8 @@
 
     slots, up:      of each layer x_RD and h1 (KEEPS_ROWS), x and h1 (KEEPS_H1) or x alone (KEEPS_X): the most that on
                     every rank leaves room for the layers still to come, see _choose_kept
-    scratch, down:  x_RD, h1, h2 (g2), h3 (dy) by the actual number of rows; each starts at a multiple of its row pitch
+    scratch, down:  what the slot does not hold of x_RD, h1, h2 (g2), h3 (dy), by the actual number of rows; each
+                    starts at a multiple of its row pitch
 
 Grid: one program, scalars and one vector over the ranks. Reads rank_rows_W of route, so every rank decides alike; reads
 and writes local memory only. Backward puts into the own header which forward it belongs to and what that kept; peers
@@ -39,13 +40,14 @@ KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP_X, SKIP_H1 = (
 HEADER_KEPT, HEADER_SLOT, HEADER_LAYER, HEADER_FORWARD = (
     tl.constexpr(word) for word in (shapes.HEADER_KEPT, shapes.HEADER_SLOT, shapes.HEADER_LAYER, shapes.HEADER_FORWARD)
 )
-STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SLOTS = (
+STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SCRATCH, STATS_SLOTS = (
     tl.constexpr(word)
     for word in (
         shapes.STATS_CALLS,
         shapes.STATS_ROWS,
         shapes.STATS_MOST_ROWS,
         shapes.STATS_KEPT,
+        shapes.STATS_SCRATCH,
         shapes.STATS_SLOTS,
     )
 )
@@ -91,24 +93,30 @@ def _take(end, rows, pitch):
 
 @triton.jit
 def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.constexpr):
-    """Write the scratch words; XR and H1 only if they are not in the slot, though they are walked in any case.
+    """Write the scratch words of what is not in the slot; return how many bytes they take. What is used comes last in
+    the buffer, so that scratch which lies on the host in part reaches there as little as it can.
 
     Example: D = F = 32 (pitches 64, 128, 64, 64), 1024 bytes, 2 rows: XR = 14 (byte 896), H1 = 5 (640), H2 = 8 (512),
-    H3 = 6 (384).
+    H3 = 6 (384), 640 bytes. With x_RD and h1 in the slot: H2 = 14 and H3 = 12, 256 bytes.
     """
-    xr = _take(total_bytes, rows, 2 * D)
-    h1 = _take(xr * (2 * D), rows, 4 * F)
-    h2 = _take(h1 * (4 * F), rows, 2 * F)
-    if TRAINING:
-        h3 = _take(h2 * (2 * F), rows, 2 * D)
-    else:
-        h3 = xr
+    end = total_bytes.to(tl.int64)
+    xr = _take(end, rows, 2 * D)
     if kept != KEEPS_ROWS:
         tl.store(place_ptr + XR, xr)
+        end = xr * (2 * D)
     if kept == KEEPS_X:
+        h1 = _take(end, rows, 4 * F)
         tl.store(place_ptr + H1, h1)
+        end = h1 * (4 * F)
+    h2 = _take(end, rows, 2 * F)
     tl.store(place_ptr + H2, h2)
+    end = h2 * (2 * F)
+    h3 = xr
+    if TRAINING:
+        h3 = _take(end, rows, 2 * D)
+        end = h3 * (2 * D)
     tl.store(place_ptr + H3, h3)
+    return total_bytes - end
 
 
 @triton.jit
@@ -209,7 +217,9 @@ def _plan_forward(
         count = tl.load(row_start_ptr + e + 1, mask=e < L, other=0) - tl.load(row_start_ptr + e, mask=e < L, other=0)
         expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
         tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
-    _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
+    scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
+    if slot >= 0:
+        _raise_to(stats_ptr + STATS_SCRATCH, scratch)
 
 
 @launched

@@ -36,6 +36,10 @@ def _missing(item: pytest.Item) -> tuple[str, str] | None:
         wanted = marker.kwargs.get("n", marker.args[0] if marker.args else 2)
         if NUM_GPUS < wanted:
             return "ranks", f"needs {wanted} GPUs, found {NUM_GPUS}"
+    if (marker := item.get_closest_marker("torch")) is not None:
+        found = tuple(map(int, torch.__version__.split(".")[:2]))
+        if found < marker.args[0]:
+            return "torch", f"needs torch {'.'.join(map(str, marker.args[0]))}, found {torch.__version__}"
     for name in ("gpu", "sanitizer", "sm90", "sm100", "interpreter"):
         if item.get_closest_marker(name) is None:
             continue

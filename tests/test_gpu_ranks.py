@@ -1,5 +1,6 @@
 """Two, four and eight GPUs, a process each: bit for bit what virtual ranks on one GPU give; faults between them."""
 
+import gc
 import os
 import time
 
@@ -233,6 +234,7 @@ def _many_calls(rank, group, num_calls):
             per_token = ("x_TD", "ids_TK", "scores_TK", "grad_out_TD")
             sets.append(RankInputs(*(t[:size] if n in per_token else t for n, t in vars(full).items())))
         wanted = [run_rank(one, context) for one in sets]
+        gc.collect()  # what earlier cases left in this process
         before = torch.cuda.memory_allocated()
         for call in range(num_calls):
             result = run_rank(sets[call % 5], context)

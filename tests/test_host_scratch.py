@@ -60,11 +60,10 @@ def test_the_bits_are_those_of_a_step_that_fits(case, share, backend):
     assert_results_equal(found, wanted)
     assert_results_close([RankResults(*(t.cpu() for t in vars(r).values())) for r in found], dense(case, case.inputs()))
     assert not any(none)
-    if device == "cpu":  # on a GPU the sections of such small cases are all rounded up
+    if device == "cpu" and case.slot_factor is None:  # on a GPU the sections of such small cases are all rounded up
         config = case.config(**host_backed(case, share))
-        plan = plan_memory(config, case.W)
-        rows = case.W * case.T * case.K
-        assert max(on_host) == plan.host_scratch_bytes == scratch_bytes(config, rows) - plan.device_scratch_bytes
+        host_bytes = plan_memory(config, case.W).host_scratch_bytes
+        assert host_bytes - scratch_bytes(config, 0) <= max(on_host) <= host_bytes  # to within a row a region
 
 
 def _one_rank(rank, group, case, changes):
@@ -108,7 +107,7 @@ def test_inference_scratch_lies_there_too():
 
 MIB = 2**20
 # Device scratch of 29 MiB and host scratch of as much: three sections, none of them small.
-REAL = Case("real", W=2, T=512, D=1024, F=768, K=4, E=8, routing="one_rank")
+REAL = Case("real", W=2, T=512, D=1024, F=768, K=4, E=8, routing="one_rank", slot_factor=None)
 
 
 class Tally:
@@ -152,7 +151,7 @@ def test_ranges_of_a_gpu_hold_what_their_plan_says(share, prefetch, tally):
     plan = plan_memory(config, 2, device="cuda")
     assert plan.vmm_granularity_bytes >= 4096 and plan.vmm_host_section_bytes >= plan.host_scratch_bytes > MIB
     beyond = scratch_bytes(config, 2 * REAL.T * REAL.K) - plan.vmm_device_scratch_section_bytes
-    assert 0 < max(on_host) == min(beyond, plan.vmm_host_section_bytes)
+    assert MIB < beyond - scratch_bytes(config, 0) <= max(on_host) <= beyond <= plan.vmm_host_section_bytes
     parts = [(plan.vmm_device_prefix_bytes, True), (plan.vmm_host_section_bytes, False)]
     parts.append((plan.vmm_device_scratch_section_bytes, True))
     assert tally.made == 2 * parts and tally.unmapped == 2 * plan.total_virtual_bytes  # two ranks
@@ -184,7 +183,7 @@ def test_a_context_takes_what_its_plan_says():
 @pytest.mark.gpu
 def test_a_captured_step_serves_routing_of_either_size():
     """The range stays where it is, so a graph captured on rows that fit the device replays with rows that do not."""
-    case = Case("graph", W=1, T=512, D=1024, F=768, K=4, E=8)
+    case = Case("graph", W=1, T=512, D=1024, F=768, K=4, E=8, slot_factor=None)
     factors = {"device_scratch_capacity_factor": 0.25, "vmm": VmmConfig(1.0)}
     few, many = replace(case, routing="dropped(0.9)"), case
     inputs = [there(one, "cuda")[0] for one in (few, many)]
@@ -208,7 +207,8 @@ def test_a_captured_step_serves_routing_of_either_size():
 @pytest.mark.gpu
 def test_a_section_without_room_leaves_nothing_behind(tally):
     total = torch.cuda.mem_get_info()[1]
-    config = Config(2**16, 8192, 8192, 8, 8, 1, 1.0, num_activation_slots=1 + total // 2**30, vmm=VmmConfig(2.0))
+    slots = 1 + total // (64 * MIB)  # of the x of 4096 tokens each
+    config = Config(4096, 8192, 32, 2, 8, 1, 1.0, num_activation_slots=slots, vmm=VmmConfig(2.0))
     before = torch.cuda.memory_allocated()
     with pytest.raises(torch.OutOfMemoryError, match=r"device_prefix of .*GiB"):
         create_context(group=World.virtual(2, "cuda"), config=config)

@@ -134,7 +134,7 @@ class Context:
         if self._is_capturing():
             raise RuntimeError("memory_stats reads the device, which a capture cannot hold")
         self._synchronize()
-        return memory_stats.read(ranks[rank].stats_S, self.config, self.memory_plan)
+        return memory_stats.read(ranks[rank].stats_S, self.memory_plan)
 
     def reset_memory_stats(self) -> None:
         """Count from zero again, on this rank; in stream order, so it may be captured. reset() leaves the counts."""

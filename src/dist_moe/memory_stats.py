@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import shapes
-from .config import Config
-from .planner import MemoryPlan, scratch_bytes
+from .planner import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class MemoryStats:
     expert_rows: tuple[int, ...]  # rows of each local expert, all forwards together
     layers_kept: dict[str, int]  # forwards that a backward follows, by what their slot kept: shapes.KEPT_NAMES
     slot_peak_bytes: tuple[int, ...]  # by activation slot
-    scratch_peak_bytes: int
+    scratch_peak_bytes: int  # of what was not in a slot
     host_overflow_peak_bytes: int  # of scratch_peak_bytes, what lay in host memory, or would on a GPU
 
     @property
@@ -33,17 +32,16 @@ class MemoryStats:
         return sum(count for name, count in self.layers_kept.items() if name != shapes.KEPT_NAMES[shapes.KEEPS_ROWS])
 
 
-def read(stats_S: Tensor, config: Config, plan: MemoryPlan) -> MemoryStats:
+def read(stats_S: Tensor, plan: MemoryPlan) -> MemoryStats:
     words = stats_S.tolist()
     slots = shapes.STATS_SLOTS + plan.num_activation_slots
-    calls, rows_max = words[shapes.STATS_CALLS], words[shapes.STATS_MOST_ROWS]
-    scratch = scratch_bytes(config, rows_max) if calls else 0
+    calls, scratch = words[shapes.STATS_CALLS], words[shapes.STATS_SCRATCH]
     return MemoryStats(
         calls=calls,
         rows_mean=words[shapes.STATS_ROWS] / calls if calls else 0.0,
-        rows_max=rows_max,
+        rows_max=words[shapes.STATS_MOST_ROWS],
         expert_rows=tuple(words[slots:]),
-        layers_kept=dict(zip(shapes.KEPT_NAMES, words[shapes.STATS_KEPT : shapes.STATS_SLOTS], strict=True)),
+        layers_kept=dict(zip(shapes.KEPT_NAMES, words[shapes.STATS_KEPT : shapes.STATS_SCRATCH], strict=True)),
         slot_peak_bytes=tuple(words[shapes.STATS_SLOTS : slots]),
         scratch_peak_bytes=scratch,
         host_overflow_peak_bytes=_on_host(scratch, plan),

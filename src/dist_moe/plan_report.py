@@ -160,7 +160,7 @@ class Report:
             reference.plan_forward(
                 rank_rows_W, row_start_P, rank=0, slot=0, depth=layers, save=True, geometry=geometry, **state
             )
-        counts = stats_S[shapes.STATS_KEPT : shapes.STATS_SLOTS].tolist()
+        counts = stats_S[shapes.STATS_KEPT : shapes.STATS_SCRATCH].tolist()
         return dict(zip(shapes.KEPT_NAMES, counts, strict=True))
 
     def skew(self, skew: float) -> Skew:

@@ -240,24 +240,23 @@ def _choose_kept(used_W: Tensor, rank_rows_W: Tensor, g: Geometry, still_to_come
     return shapes.KEEPS_H1 if fits(x_h1, g.x_bytes) else shapes.KEEPS_X
 
 
-def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> None:
-    """Walk the scratch regions down from the end of the buffer, each at a multiple of its pitch."""
-    end = g.total_bytes
-    pitches = {
-        shapes.PLACE_XR: 2 * g.hidden_dim,
-        shapes.PLACE_H1: 4 * g.intermediate_dim,
-        shapes.PLACE_H2: 2 * g.intermediate_dim,
-    }
+def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> int:
+    """What is not in the slot, down from the end of the buffer, each at a multiple of its pitch; the bytes it takes."""
+    pitches = {}
+    if kept != shapes.KEEPS_ROWS:
+        pitches[shapes.PLACE_XR] = 2 * g.hidden_dim
+    if kept == shapes.KEEPS_X:
+        pitches[shapes.PLACE_H1] = 4 * g.intermediate_dim
+    pitches[shapes.PLACE_H2] = 2 * g.intermediate_dim
     if g.training:
         pitches[shapes.PLACE_H3] = 2 * g.hidden_dim
+    end = g.total_bytes
     for word, pitch in pitches.items():
-        start = (end - rows * pitch) // pitch
-        end = start * pitch
-        in_slot = {shapes.PLACE_XR: kept == shapes.KEEPS_ROWS, shapes.PLACE_H1: kept != shapes.KEEPS_X}
-        if not in_slot.get(word, False):
-            place[word] = start
+        place[word] = (end - rows * pitch) // pitch
+        end = int(place[word]) * pitch
     if not g.training:
         place[shapes.PLACE_H3] = place[shapes.PLACE_XR]
+    return g.total_bytes - end
 
 
 def plan_forward(
@@ -320,7 +319,9 @@ def plan_forward(
         stats_S[shapes.STATS_ROWS] += rows
         stats_S[shapes.STATS_MOST_ROWS] = max(rows, int(stats_S[shapes.STATS_MOST_ROWS]))
         stats_S[shapes.STATS_SLOTS + len(slot_layers_N) :] += row_start_P.diff()
-    _place_scratch(place, g, rows, kept)
+    scratch = _place_scratch(place, g, rows, kept)
+    if slot >= 0:
+        stats_S[shapes.STATS_SCRATCH] = max(scratch, int(stats_S[shapes.STATS_SCRATCH]))
 
 
 def plan_backward(

@@ -119,4 +119,5 @@ KEPT_NAMES = ("x", "x and h1", "rows of x and h1")
 # Statistics of one rank, int64: these words, then a word a slot (most bytes used), then one a local expert (its rows).
 STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS = 0, 1, 2  # forwards, the rows that they received here, the most in one
 STATS_KEPT = 3  # layers that kept x, x and h1, rows
-STATS_SLOTS = 6
+STATS_SCRATCH = 6  # most bytes of scratch in one call
+STATS_SLOTS = 7

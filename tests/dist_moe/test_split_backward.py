@@ -17,6 +17,7 @@ from dist_moe import Config, color_activation_slots, create_context, moe, ops, r
 from dist_moe.errors import InvalidExpertIdError, SlotError
 
 T, D, F, K, E = 8, 32, 32, 2, 4
+SPLITS = (2, 13)  # torch 2.11 gives its second visit 0 + the gradient: another tensor
 
 
 def context_of(depth: int = 1, num_slots: int = 1):
@@ -73,6 +74,7 @@ def assert_equal(grads, others) -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
+@pytest.mark.torch(SPLITS)
 @pytest.mark.parametrize("form", [{}, {"views": True}, {"detached_router": True}], ids=["leaves", "views", "detached"])
 def test_a_stage_split_as_torch_does_it(form, num_backwards):
     with context_of(depth=2) as context:
@@ -89,6 +91,7 @@ def test_a_stage_split_as_torch_does_it(form, num_backwards):
             assert_equal(gradients(stage, x_TD), whole)
 
 
+@pytest.mark.torch(SPLITS)
 def test_a_frozen_weight(context):
     layer, x_TD, grad_TD = Layer(context, 0), randn(T, D, seed=20).requires_grad_(), randn(T, D, seed=21)
     layer(x_TD).backward(grad_TD)
@@ -106,6 +109,7 @@ def test_a_frozen_weight(context):
     assert_equal(grads, wanted)
 
 
+@pytest.mark.torch(SPLITS)
 @pytest.mark.parametrize("kind", [schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleZBVZeroBubble])
 @one_process()
 def test_a_step_of_a_zero_bubble_schedule(kind):
@@ -269,6 +273,7 @@ def test_kept_gradients_die_when_handed_out_and_with_the_graph(context):
         gc.enable()
 
 
+@pytest.mark.torch(SPLITS)
 def test_a_checkpoint_around_the_call_alone(context, num_backwards):
     recompute = lambda fn, *args: checkpoint(fn, *args, use_reentrant=False)  # noqa: E731
     grads = []
@@ -294,6 +299,7 @@ def test_a_checkpoint_around_more_parameters_is_a_slot_error(context):
         stage_backward_weight(layer.parameters(), groups)
 
 
+@pytest.mark.torch(SPLITS)
 def test_experts_of_two_layers_of_a_stage_are_a_slot_error():
     """Their W leads through the second layer to the first, so it asks for the second one's x again."""
     with context_of(depth=2) as context:

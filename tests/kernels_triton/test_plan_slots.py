@@ -197,6 +197,13 @@ def test_example_of_scratch(device):
     place = Both(device, g, W=1).forward([2], save=False)
     assert [word(place, name) for name in ("XR", "H1", "H2", "H3")] == [14, 5, 8, 6]
     assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [shapes.KEEPS_X, 1, 1]
+    planner = Both(device, replace(geometry(32, 32, slot_bytes=640, T_max=2), total_bytes=1024), W=1)
+    peaks = []
+    for save in (True, False):
+        place = planner.forward([2], save=save)
+        peaks.append(int(planner.kernel.stats_S[shapes.STATS_SCRATCH]))
+        assert words(place, "H2", "H3") == ([14, 12] if save else [8, 6])
+    assert peaks == [256, 640]
 
 
 def test_example_of_forward_and_backward(device):
@@ -269,7 +276,7 @@ def test_the_first_run_of_a_checkpoint_is_not_counted(device):
     planner.forward([5], slot=-1, save=False)
     assert not planner.kernel.stats_S.any()
     planner.forward([5], slot=0, save=False)
-    assert planner.kernel.stats_S.tolist() == [1, 5, 5, 0, 0, 0, 0, 1, 0, 4]
+    assert planner.kernel.stats_S.tolist() == [1, 5, 5, 0, 0, 0, 1600, 0, 1, 0, 4]
 
 
 # Any program of forwards and backwards
