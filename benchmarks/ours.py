@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dist_moe import create_context, routed_experts, virtual
+from dist_moe import Config, create_context, routed_experts, virtual
 from dist_moe.virtual import RankResults
 
 from .launch import PEER_TIMEOUT_S, Job, Miss
@@ -19,12 +19,20 @@ DIRECTIONS = (FORWARD, BOTH, INFERENCE)
 class Ours:
     """One Context and the calls of one direction: `forward` is that of training and saves for a backward."""
 
-    def __init__(self, job: Job, traffic: Traffic, inputs: Inputs, direction: str, backend: str | None):
+    def __init__(
+        self,
+        job: Job,
+        traffic: Traffic,
+        inputs: Inputs,
+        direction: str,
+        backend: str | None,
+        config: Config | None = None,
+    ):
         self._job, self._ranks, self.direction = job, inputs.ranks, direction
         self.context = create_context(
             group=job.group or job.world(),
             device=job.device,
-            config=config_of(traffic, inference=direction == INFERENCE),
+            config=config or config_of(traffic, inference=direction == INFERENCE),
             backend=backend,
             peer_timeout_s=PEER_TIMEOUT_S,
         )

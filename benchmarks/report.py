@@ -100,6 +100,25 @@ def skew(row: Row) -> float:
     return row["rank_rows_max"] / row["rank_rows_mean"]
 
 
+def memory_tables(rows: list[Row]) -> list[str]:
+    """Steps by how much of their scratch lies on the device, and the memory of their Contexts."""
+    texts = []
+    for (T, W, place, routing), group in grouped(rows, "T", "W", "where", "routing").items():
+        lines = []
+        for (shape,), methods in grouped(group, "shape").items():
+            whole = next((row["us"] for row in methods if row["method"] == "ours"), None)
+            for row in methods:
+                slower = f"{row['us'] / whole:.2f}" if whole else ""
+                sizes = (row[f"{name}_bytes"] for name in ("planned", "taken", "host", "host_peak"))
+                lines.append(
+                    [f"{shape}, {row['method']}", _ms(row["us"]), slower, *(f"{size / 2**20:.1f}" for size in sizes)]
+                )
+        header = ["model", "forward + backward, ms", "times as long", "device MiB planned", "taken", "host MiB", "used"]
+        title = f"Scratch on the host, {W} ranks ({place}), T={T} a rank, {routing}, smallest slot\n{where(group[-1])}"
+        texts.append(f"{title}\n\n{table(header, lines)}")
+    return texts
+
+
 def op_tables(rows: list[Row]) -> list[str]:
     texts = []
     for (T, W, routing), group in grouped(rows, "T", "W", "routing").items():
@@ -151,7 +170,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-TABLES = (("path", path_tables), ("path", skew_tables), ("stages", stage_tables), ("op", op_tables))
+TABLES = (
+    ("path", path_tables),
+    ("path", skew_tables),
+    ("memory", memory_tables),
+    ("stages", stage_tables),
+    ("op", op_tables),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

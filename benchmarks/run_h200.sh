@@ -6,12 +6,13 @@
 #   benchmarks/run_h200.sh two [COMMIT] [RESULTS]    two GPUs, under 6 minutes: the path of five models beside baseline
 #                                                    and floor, with the table of its stages
 #   benchmarks/run_h200.sh ops [COMMIT] [RESULTS]    one GPU, under 3 minutes: the ops that move and mix rows
+#   benchmarks/run_h200.sh memory [COMMIT] [RESULTS] two GPUs, under 3 minutes: scratch that lies on the host in part
 #
 # Call it again to go on: rows that are there with the same COMMIT are not measured again. Every command has a limit of
 # its own; one that fails or runs past it leaves the others alone.
-mode=${1:?one, two or ops}
-declare -A seconds=([one]=230 [two]=350 [ops]=170)
-budget=${seconds[$mode]:?one, two or ops}
+mode=${1:?one, two, ops or memory}
+declare -A seconds=([one]=230 [two]=350 [ops]=170 [memory]=170)
+budget=${seconds[$mode]:?one, two, ops or memory}
 source "$(dirname "$0")/_budget.sh"
 
 common=("${rows[@]}" --routings uniform --tokens 8192)
@@ -31,6 +32,12 @@ two)
 ops)
   run 150 python3 -m benchmarks.bench_op --shapes qwen3-30b deepseek-v3 "${common[@]}" \
     --ops publish route dispatch swiglu swiglu_backward combine reduce
+  ;;
+memory)
+  run 40 python3 -m benchmarks.host_access
+  for model in qwen3-30b deepseek-v3; do
+    run 90 "${torchrun[@]}" 2 -m benchmarks.bench_memory --shapes "$model" "${common[@]}" --rounds 5
+  done
   ;;
 esac
 python3 -m benchmarks.report --results "$results" --commit "$commit"

@@ -222,6 +222,7 @@ def smokes(tmp_path_factory) -> dict[str, Path]:
         "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
         "virtual": [*path, "--directions", *bench_path.DIRECTIONS],
         "processes": [*torchrun, ports[0], "--nproc-per-node", "2", "-m", *path],
+        "memory": ["benchmarks.bench_memory", "--smoke"],
         "four": [*torchrun, ports[1], "--nproc-per-node", "4", "-m", *path, "--routings", *SKEWS],
     }
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
@@ -272,6 +273,16 @@ def test_rows_of_the_path(smokes, how, where):
     assert by["forward+backward", "floor-torch"]["flops"] == 18 * SMOKE.D * SMOKE.F * num_routes
     assert by["forward", "ours"]["worst_row_db"] >= 44.0
     assert (by["forward", "ours"]["roof_link_gbs"] is None) == (how == "virtual")
+
+
+def test_rows_of_memory(smokes):
+    rows = lines(smokes["memory"], "memory")
+    assert [row["method"] for row in rows] == ["ours", "ours-67%-on-device", "ours-25%-on-device"]
+    more = {"taken_bytes", "planned_bytes", "host_bytes", "host_peak_bytes", "worst_row_db", "scheme"}
+    assert all(set(row) == FIELDS | RATES | more for row in rows)
+    on_host, planned = ([row[f"{name}_bytes"] for row in rows] for name in ("host_peak", "planned"))
+    assert on_host[0] == 0 < on_host[1] < on_host[2] and planned == sorted(planned, reverse=True)
+    assert "ours-25%-on-device" in report.memory_tables(rows)[0]
 
 
 def test_rows_of_four_processes_under_skew(smokes):
