@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks import host_access
 
 from dist_moe import Config, RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
 from dist_moe.planner import scratch_bytes
@@ -202,6 +203,11 @@ def test_a_captured_step_serves_routing_of_either_size():
             assert_results_equal([captured], [expected])
         assert context.activation_buffer.data_ptr() == address
         assert context.memory_stats().host_overflow_peak_bytes > 0
+
+
+@pytest.mark.gpu
+def test_every_access_of_the_path_reaches_host_memory():
+    assert host_access.main() == 0
 
 
 @pytest.mark.gpu

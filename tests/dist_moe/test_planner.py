@@ -7,12 +7,14 @@ import torch
 
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
 from dist_moe.memory_plan import MemoryPlan, format_bytes
+from dist_moe.models import MODELS
 from dist_moe.planner import (
     capacity_rows,
     dedup,
     packed_row_bytes,
     plan_memory,
     routing_table_bytes,
+    saved_h1_bytes,
     scratch_layout,
     symmetric_regions,
 )
@@ -449,3 +451,14 @@ def test_the_capacity_of_the_largest_factor_is_the_worst_that_routing_can_do():
             worst_token = max(sum(e < L for e in experts) for experts in itertools.combinations(range(W * L), K))
             config = Config(T, 32, 32, K, W * L, 1, device_scratch_capacity_factor=float(W))
             assert plan_memory(config, W).device_scratch_capacity_rows == W * T * worst_token
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model.name in ("deepseek-v3", "qwen3-30b")], ids=str)
+def test_a_layer_that_keeps_x_and_h1_keeps_no_more_than_sonicmoe(model):
+    """SonicMoE keeps x and h1 of every route, and row maps. Ours has a row of h1 more, and maps of 16 bytes a row."""
+    T = 8192
+    config = Config(T, model.D, model.F, model.K, model.E, 1)
+    for W in (1, 2, 8):
+        x, h1 = 2 * T * model.D, 4 * model.F * T * model.K
+        assert saved_h1_bytes(config, T * model.K) <= x + h1 + 4 * model.F
+        assert routing_table_bytes(config, W) <= 16 * T * model.K + 4 * (model.E // W + 2) + 8 * W
