@@ -7,6 +7,8 @@ from importlib import metadata
 
 import torch
 
+from . import vmm
+from .memory_plan import format_bytes
 from .registry import OPS, call_of, choose
 from .symm import SHARED_MEMORY_DIR
 
@@ -72,6 +74,16 @@ def _symmetric_memory() -> str:
     return "allocates"
 
 
+def _host_scratch() -> str:
+    """Whether scratch could lie in host memory (VmmConfig); nothing is mapped."""
+    if not torch.cuda.is_available():
+        return "no CUDA device; on a CPU all memory is the host's"
+    try:
+        return f"can be mapped, in granules of {format_bytes(vmm.granularity_bytes('cuda'))}"
+    except RuntimeError as error:
+        return f"cannot be mapped: {error}"
+
+
 def examine() -> dict:
     """Everything as plain values. Starts CUDA where there is a device; needs no process group."""
     shared = shutil.disk_usage(SHARED_MEMORY_DIR) if SHARED_MEMORY_DIR.exists() else None
@@ -89,6 +101,7 @@ def examine() -> dict:
         },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "symmetric_memory": _symmetric_memory(),
+        "host_scratch": _host_scratch(),
         "formats": {
             "bf16": "trains and serves",
             "mxfp8_e4m3": "configuration is checked; execution is not in this release",
@@ -119,5 +132,6 @@ def describe(found: dict) -> str:
         for other, can in gpu["peer_access"].items():
             lines.append(f"GPU {index} reaches GPU {other}: {'yes' if can else 'no'}")
     lines.append(f"symmetric memory between GPUs: {found['symmetric_memory']}")
+    lines.append(f"scratch in host memory: {found['host_scratch']}")
     lines += [f"format {name}: {state}" for name, state in found["formats"].items()]
     return "\n".join(lines)

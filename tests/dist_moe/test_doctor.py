@@ -15,6 +15,7 @@ def test_findings():
     assert found["cpu"]["backends"]["reference"] == "runs"
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["shared_memory"]["free_bytes"] > 0
+    assert ("can be mapped" if found["gpus"] else "no CUDA device") in found["host_scratch"]
     assert json.loads(json.dumps(found)).keys() == found.keys()
 
 
