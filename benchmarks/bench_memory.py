@@ -5,7 +5,7 @@
 
 A step is forward and backward with the smallest slot, so that its layer is made again and all its rows lie in scratch:
 with all of that on the device, then with 2/3 and with 1/4 of it there. The bits must be equal before anything is timed.
-A row says how many bytes of the device its Context took, by the driver's free memory before and after, and how many
+A row says how many bytes of the device its Context took, by what the driver says is free before and after, and how many
 the plan says; the first Context of a process is not counted, which starts the libraries too.
 """
 
@@ -33,13 +33,14 @@ from .timing import Method, measure
 SHARES = (1.0, 2 / 3, 1 / 4)  # of the scratch that the step needs, what lies on the device
 
 
-def free_bytes(job: Job) -> int:
+def used_bytes(job: Job) -> int:
+    """Of the device, by its driver, without what torch's allocator holds in reserve."""
     gc.collect()
     if job.device.type != "cuda":
         return 0
     torch.cuda.synchronize(job.device)
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(job.device)[0]
+    free, total = torch.cuda.mem_get_info(job.device)
+    return total - free - (torch.cuda.memory_reserved(job.device) - torch.cuda.memory_allocated(job.device))
 
 
 def planned_bytes(plan: MemoryPlan) -> int:
@@ -78,9 +79,9 @@ def run_case(job: Job, args, rows: Rows, roofs: Roofs, shape: Shape, routing: st
 
     open_ours(1.0).context.close()
     for share in SHARES:
-        before = free_bytes(job)
+        before = used_bytes(job)
         ours = open_ours(share)
-        taken, plan = before - free_bytes(job), ours.context.memory_plan
+        taken, plan = used_bytes(job) - before, ours.context.memory_plan
         with contextlib.closing(ours.context):
             results = ours.results()
             if not wanted:
