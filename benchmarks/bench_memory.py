@@ -88,7 +88,8 @@ def run_case(job: Job, args, rows: Rows, roofs: Roofs, shape: Shape, routing: st
                 wanted.extend(results)
                 db = job.agree(lambda: oracle.check("ours", wanted))
             job.agree(functools.partial(require_equal, results, wanted))
-            peak = max(ours.context.memory_stats(rank).host_overflow_peak_bytes for rank in job.local_ranks)
+            local = [ours.context.memory_stats(rank).host_overflow_peak_bytes for rank in job.local_ranks]
+            peak, taken = max(job.gather(max(local))), max(job.gather(taken))
             (time,) = measure(job, [Method(name_of(share), ours.run)], args.rounds).values()
         memory = {
             "taken_bytes": taken,

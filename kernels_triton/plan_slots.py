@@ -159,7 +159,7 @@ def _plan_forward(
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """One program. A slot of -1 is that of a forward which a checkpoint will run again: it is not counted.
+    """One program. A slot of -1 is that of a forward which a checkpoint will run again: only its scratch is counted.
 
     Example (D = F = 32, slot of 3072 bytes, x 256, x and h1 of balanced rows 896, depth 2, W = 2): rows (4, 3) make
     1024 and 768 bytes of rows in an empty slot: 1024 + 896 <= 3072, KEEPS_ROWS, used = (1024, 768). Rank 0: XR = 0 and
@@ -217,9 +217,7 @@ def _plan_forward(
         count = tl.load(row_start_ptr + e + 1, mask=e < L, other=0) - tl.load(row_start_ptr + e, mask=e < L, other=0)
         expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
         tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
-    scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
-    if slot >= 0:
-        _raise_to(stats_ptr + STATS_SCRATCH, scratch)
+    _raise_to(stats_ptr + STATS_SCRATCH, _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING))
 
 
 @launched

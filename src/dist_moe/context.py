@@ -395,7 +395,7 @@ def create_context(
     except (TypeError, ValueError, RuntimeError) as error:
         refused, device, emulate_peer_buffers = error, None, None
     world = _world_of(group, device, emulate_peer_buffers, timeout_s)
-    prepared = []
+    prepared, ranks, buffers = [], [], {}
 
     def prepare() -> dict:
         if refused is not None:
@@ -416,7 +416,6 @@ def create_context(
                     )
         plan, ops, name = prepared[0]
         logger.info("%s", plan.explain())
-        ranks: list[moe.LocalRank] = []
         with _activation_buffers(world, config, plan) as buffers:
             regions = world.allocate(symmetric_regions(config, world.size))
             world.together(
@@ -426,6 +425,9 @@ def create_context(
                 ),
             )
     except BaseException:
+        # The traceback keeps this frame alive for as long as somebody handles the error.
+        ranks.clear()
+        buffers.clear()
         world.close()
         raise
     path = moe.Path(
@@ -493,9 +495,9 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
             f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts "
             f"on {world.size} ranks"
         )
-    plan = plan_memory(config, world.size, device=world.device)
     if reason := not_in_this_release(config):
         raise NotImplementedError(f"create_context: {reason}")
+    plan = plan_memory(config, world.size, device=world.device)
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
     name = f"dist_moe-{next(_numbers)}" if name is None else name
@@ -521,8 +523,11 @@ def _activation_buffers(world: World, config: Config, plan: MemoryPlan):
     if plan.vmm_granularity_bytes is None or not config.vmm.prefetch:
         yield dict.fromkeys(world.local_ranks, make)
         return
-    with ThreadPoolExecutor(1, "dist_moe-map") as pool:
+    pool = ThreadPoolExecutor(1, "dist_moe-map")
+    try:
         yield {rank: pool.submit(make).result for rank in world.local_ranks}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _local_rank(

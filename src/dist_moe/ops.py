@@ -41,8 +41,8 @@ def _bf16_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record. Collective.
 
-    Only a forward that saves has a backward. With NO_SLOT the state is for show: a checkpoint will drop it and run the
-    forward again before the backward.
+    Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
+    will drop it and run the forward again before the backward.
     """
     ctx = live_context(context)
     with ctx.call():
@@ -53,17 +53,17 @@ def _bf16_forward(
             ctx.saved.push(slot, depth)
         call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, saves_in_slot, slot, depth)
         moe.forward(ctx.path, ctx.ranks, [call])
-    return out_TD, *call.plan.tensors(), call.place
+    state = [*call.plan.tensors(), call.place]
+    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state])
 
 
 def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context):
     ctx = live_context(context)
     R, L, W = ctx.path.capacity_rows, ctx.experts_per_rank, ctx.world.size
-    i32, i64 = {"dtype": torch.int32}, {"dtype": torch.int64}
-    tables = [x_TD.new_empty(R, **i32) for _ in range(4)]
-    plan = [x_TD.new_empty(L + 1, **i32), x_TD.new_empty(W, **i64), x_TD.new_empty(1, **i32), *tables]
-    place = x_TD.new_empty(shapes.PLACE_WORDS, **i64)
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *plan, place
+    i32, i64 = torch.int32, torch.int64
+    sizes = [(L + 1, i32), (W, i64), (1, i32), (R, i32), (R, i32), (R, i32), (R, i32), (shapes.PLACE_WORDS, i64)]
+    state = [x_TD.new_empty(size if save else 0, dtype=dtype) for size, dtype in sizes]
+    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *state
 
 
 @torch.library.custom_op("dist_moe::bf16_backward", mutates_args=())
@@ -140,7 +140,7 @@ class _Differentiable(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out_TD, *state = bf16_forward(*inputs)
         _, ids_TK, scores_TK, w13, w2, save, slot, _, context = inputs
-        ctx.set_materialize_grads(False)  # the state has none
+        ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
         ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(state if save else ()))
         ctx.handle, ctx.slot, ctx.kept = context, slot, None
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
@@ -150,6 +150,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out_TD, *_grads_of_state):
+        if grad_out_TD is None:  # cut off by a later node of this rank: the other ranks still come
+            ids_TK = ctx.saved_tensors[0]
+            D = live_context(ctx.handle).config.hidden_dim
+            grad_out_TD = torch.zeros(ids_TK.shape[0], D, dtype=torch.bfloat16, device=ids_TK.device)
         return _backward(ctx, grad_out_TD)
 
 
@@ -234,14 +238,23 @@ def _autograd_bf16_forward(*inputs):
         return bf16_forward(*inputs)
 
 
+def _refuse_vmap(*inputs):
+    raise NotImplementedError("routed_experts cannot run under torch.vmap: it is a call of all ranks, once")
+
+
 # By hand what torch.library.custom_op makes, whose layers of Python took a quarter of an eager forward's time on the
 # host (torch 2.13, a CPU, kernels mocked: 1.12 ms, now 0.85; the state was a list of tensors there).
 _LIBRARY = torch.library.Library("dist_moe", "FRAGMENT")  # the op goes with it
 _LIBRARY.define(
     f"bf16_forward{torch.library.infer_schema(_bf16_forward, mutates_args=())}", tags=torch.Tag.pt2_compliant_tag
 )
-_LIBRARY.impl("bf16_forward", _bf16_forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("bf16_forward", _autograd_bf16_forward, "Autograd")
+for function, key in (
+    (_bf16_forward, "CompositeExplicitAutograd"),
+    (_autograd_bf16_forward, "Autograd"),
+    (_refuse_vmap, "FuncTorchBatched"),
+):
+    # Dynamo may meet the op outside of a graph, and must not compile what is inside.
+    _LIBRARY.impl("bf16_forward", torch._disable_dynamo(function), key)
 torch.library.register_fake("dist_moe::bf16_forward", _fake_bf16_forward, lib=_LIBRARY)
 bf16_forward = torch.ops.dist_moe.bf16_forward.default
 

@@ -57,8 +57,8 @@ class Skew(NamedTuple):
     skew: float
     rows: int  # of the fullest rank
     device_factor: float  # that holds them on the device
-    scratch_bytes: int
-    outcome: str  # with the factors as planned: "device", "host" or "overflow"
+    scratch_bytes: int  # of a call whose slot keeps nothing of it; what a slot keeps takes no scratch
+    outcome: str  # with the factors as planned, for such a call: "device", "host" or "overflow"
     host_bytes: int  # of scratch_bytes, what lies in host memory then
     layers_kept: dict[str, int] | None  # as Report.layers_kept
 
@@ -199,7 +199,8 @@ class Report:
         found = [f"rows of a rank: {balanced} balanced / {device} fit on the device / {total} fit in all"]
         if plan.uses_host_scratch:
             found.append(
-                f"past {device} rows scratch reaches into {format_bytes(plan.host_scratch_bytes)} of host memory"
+                f"past {device} rows what no slot keeps of them reaches into host memory, up to "
+                f"{format_bytes(plan.host_scratch_bytes)}"
             )
         found.append(f"past {total} rows on any rank the call raises RoutingOverflowError on all; no token is dropped")
         if not plan.inference:

@@ -278,7 +278,7 @@ def plan_forward(
 ):
     """Decide what a forward keeps in its activation slot and where its rows lie; the same decision on every rank.
 
-    Counts the forward in stats_S, but for a negative slot: that of a checkpoint which will run it again.
+    Counts the forward in stats_S; of one in a negative slot, which a checkpoint will run again, the scratch alone.
 
     A layer keeps what on no rank pushes the slot's remaining layers out of it: see _choose_kept.
     """
@@ -320,8 +320,7 @@ def plan_forward(
         stats_S[shapes.STATS_MOST_ROWS] = max(rows, int(stats_S[shapes.STATS_MOST_ROWS]))
         stats_S[shapes.STATS_SLOTS + len(slot_layers_N) :] += row_start_P.diff()
     scratch = _place_scratch(place, g, rows, kept)
-    if slot >= 0:
-        stats_S[shapes.STATS_SCRATCH] = max(scratch, int(stats_S[shapes.STATS_SCRATCH]))
+    stats_S[shapes.STATS_SCRATCH] = max(scratch, int(stats_S[shapes.STATS_SCRATCH]))
 
 
 def plan_backward(

@@ -193,10 +193,14 @@ def explain(
     device = default_device(device)
     call = call_of(device, backend)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
-    plan = plan_memory(config, ep_size, device=device)
+    obstacle = not_in_this_release(config)
+    try:
+        plan = plan_memory(config, ep_size, device=device)
+    except RuntimeError as error:  # scratch on the host, and nothing that maps it
+        plan, obstacle = plan_memory(config, ep_size), obstacle or str(error)
     lines = [plan.explain(), f"exchange: {scheme}"]
-    if reason := not_in_this_release(config):
-        return "\n".join([*lines, f"ops on {device}: none, {reason}"])
+    if obstacle:
+        return "\n".join([*lines, f"ops on {device}: none, {obstacle}"])
     lines.append(f"ops on {device}:")
     ops_by_answer: dict[str, list[str]] = {}
     for op in OPS:

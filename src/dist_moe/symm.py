@@ -144,8 +144,11 @@ class World:
         except Exception as caught:
             value, error = None, caught
         outcomes = self.exchange((value, None if error is None else f"{type(error).__name__}: {error}"))
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it and this frame would hold each other, and with them what `step` made
         for rank, (_, cause) in enumerate(outcomes):
             if cause is not None:
                 raise PeerAbortedError(f"{what}: rank {rank} failed: {cause}")

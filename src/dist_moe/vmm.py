@@ -2,18 +2,18 @@
 
     device prefix: all slots | pinned host overflow | hot device scratch
 
-Scratch is used from its high end, so a call takes the hot device section first, the host next and, in inference, what
-is left of the prefix last. Every section is a whole number of the driver's granules. Kernels see one range of plain
-device addresses, which stays where it is; what lies on the host crosses the bus at every access.
+Scratch is used from its high end, so a call takes the hot device section first and the host next. Every section is a
+whole number of the driver's granules. Kernels see one range of plain device addresses, which stays where it is; what
+lies on the host crosses the bus at every access.
 
 The driver is reached through cuda-python (the extra `vmm`), imported when the first buffer is mapped.
 """
 
-import contextlib
-import importlib.util
+import ctypes
 import logging
 import math
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,20 +48,12 @@ def sections(slots_bytes: int, host_scratch_bytes: int, device_scratch_bytes: in
     return found
 
 
-def missing() -> str | None:
-    """Why this process cannot map host memory, whatever the device; None: it can."""
-    for module, package in (("cuda", "cuda-python"), ("numpy", "numpy")):  # torch reads the array interface with numpy
-        if importlib.util.find_spec(module) is None:
-            return f"{package} is not installed; pip install 'dist-moe-triton[vmm]'"
-    return None
-
-
 def granularity_bytes(device: torch.device | str) -> int:
     """What every section is a multiple of: the driver's granule, for the device's memory and the host's alike.
 
     Raises:  RuntimeError without cuda-python or a CUDA device.
     """
-    driver = _open(torch.device(device))
+    driver = _open(device)
     return math.lcm(*(driver.granularity(location) for location in (driver.on_device, driver.on_host)))
 
 
@@ -73,44 +65,125 @@ def map_buffer(parts: Sections, device: torch.device | str) -> Tensor:
     Raises:  torch.OutOfMemoryError naming the section that did not fit; RuntimeError without cuda-python, and for any
              other refusal of the driver.
     """
-    device = torch.device(device)
-    return torch.as_tensor(_Range(parts, _open(device)), device=device)
+    driver = _open(device)
+    unmap_what_waits()
+    mapped = _Range(parts, driver)
+    return tensor_over(mapped.address, sum(parts), driver.device, owner=mapped)
 
 
 class _Range:
     """Addresses and what is mapped there, undone in reverse when nothing refers to it any more."""
 
     def __init__(self, parts: Sections, driver: "_Driver"):
-        total = sum(parts)
+        total, undo = sum(parts), []
         locations = (driver.on_device, driver.on_host, driver.on_device)
-        with contextlib.ExitStack() as undo:
-            base = driver.reserve(total)
-            undo.callback(driver.free_addresses, base, total)
-            address = base
+        try:
+            self.address = driver.reserve(total, undo)
+            start = self.address
             for name, num_bytes, location in zip(Sections._fields, parts, locations, strict=True):
                 if num_bytes:
-                    driver.map(address, num_bytes, location, f"{name} of {format_bytes(num_bytes)}")
-                    undo.callback(driver.unmap, address, num_bytes)
-                address += num_bytes
-            driver.allow_access(base, total)
-            end = weakref.finalize(self, _unmap, driver.device, undo.pop_all().close)
+                    driver.map(start, num_bytes, location, f"{name} of {format_bytes(num_bytes)}", undo)
+                start += num_bytes
+            driver.allow_access(self.address, total)
+        except BaseException:
+            _unmap_later(driver.device, undo)
+            raise
+        end = weakref.finalize(self, _unmap_later, driver.device, undo)
         end.atexit = False  # the driver may be gone by then, and the process takes all of it along
-        self.__cuda_array_interface__ = {"version": 3, "shape": (total,), "typestr": "|u1", "data": (base, False)}
 
 
-def _unmap(device: torch.device, undo) -> None:
+_waiting: list[tuple[torch.device, list[Callable[[], None]]]] = []
+
+
+def _unmap_later(device: torch.device, undo: list[Callable[[], None]]) -> None:
+    _waiting.append((device, undo))
+    unmap_what_waits()
+
+
+def unmap_what_waits() -> None:
+    """Give back what nothing refers to any more. What cannot go, as while a graph is captured, waits for the next."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    still = []
+    while _waiting:
+        device, undo = _waiting.pop()  # of threads and nested finalizers one alone has it
+        try:
+            torch.cuda.synchronize(device)  # no kernel may still use it
+            while undo:
+                undo[-1]()
+                undo.pop()
+        except Exception:
+            logger.exception("an activation buffer on %s could not be unmapped yet; its memory stays taken", device)
+            still.append((device, undo))
+    _waiting.extend(still)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        # DLManagedTensor
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+_UNSIGNED = 1
+_held: dict[int, tuple] = {}  # by address of a DLManagedTensor: itself, its shape and its owner
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _let_go(address, held=_held):
+    del held[address]
+
+
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_let_go))  # tensors may go after this module
+
+
+def tensor_over(address: int, num_bytes: int, device: torch.device, *, owner: object) -> Tensor:
+    """A uint8 tensor of memory that torch did not allocate, without a copy; it keeps `owner` alive.
+
+    By DLPack, which says the device: the array interface of CUDA leaves it to the driver, for which memory of the host
+    belongs to none.
+    """
+    shape = (ctypes.c_int64 * 1)(num_bytes)
+    managed = _DLTensor(
+        data=address,
+        device_type=_DLPACK_DEVICES[device.type],
+        device_id=device.index or 0,
+        ndim=1,
+        code=_UNSIGNED,
+        bits=8,
+        lanes=1,
+        shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+        deleter=ctypes.cast(_let_go, ctypes.c_void_p),
+    )
+    _held[ctypes.addressof(managed)] = (managed, shape, owner)
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    tensor = torch.from_dlpack(new_capsule(ctypes.addressof(managed), b"dltensor", None))
+    assert tensor.data_ptr() == address and tensor.device == device, (tensor.data_ptr(), address, tensor.device, device)
+    return tensor
+
+
+def _open(device: torch.device | str) -> "_Driver":
+    if not torch.cuda.is_available():
+        raise RuntimeError("VmmConfig maps memory for a CUDA device, and CUDA is not available here")
     try:
-        torch.cuda.synchronize(device)  # no kernel may still use it
-        undo()
-    except Exception:
-        logger.exception("an activation buffer on %s could not be unmapped; its memory stays taken", device)
-
-
-def _open(device: torch.device) -> "_Driver":
-    if problem := missing():
-        raise RuntimeError(f"VmmConfig cannot be used: {problem}")
-    from cuda.bindings import driver
-
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError(
+            f"VmmConfig needs cuda-python: pip install 'dist-moe-triton[vmm]', or leave Config.vmm unset ({error})"
+        ) from error
     # Makes the device's context, also that of a new thread.
     return _Driver(torch.empty(1, device=device).device, driver)
 
@@ -132,14 +205,13 @@ class _Driver:
         flags = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self._call("cuMemGetAllocationGranularity", self._properties(location), flags))
 
-    def reserve(self, num_bytes: int) -> int:
-        return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
+    def reserve(self, num_bytes: int, undo: list[Callable[[], None]]) -> int:
+        address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
+        undo.append(lambda: self._call("cuMemAddressFree", address, num_bytes))
+        return address
 
-    def free_addresses(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemAddressFree", address, num_bytes)
-
-    def map(self, address: int, num_bytes: int, location, what: str) -> None:
-        """New memory at an address; unmap() frees it."""
+    def map(self, address: int, num_bytes: int, location, what: str, undo: list[Callable[[], None]]) -> None:
+        """New memory at an address, which goes when it is unmapped."""
         try:
             handle = self._create(num_bytes, location)
         except DriverError as error:
@@ -148,18 +220,18 @@ class _Driver:
             raise torch.OutOfMemoryError(f"no room for the {what} of an activation buffer on {self.device}") from error
         try:
             self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+            undo.append(lambda: self._call("cuMemUnmap", address, num_bytes))
         finally:
             self._call("cuMemRelease", handle)  # it lives on for as long as it is mapped
 
     def _create(self, num_bytes: int, location):
         try:
             return self._call("cuMemCreate", num_bytes, self._properties(location), 0)
-        except DriverError:
+        except DriverError as error:
+            if error.status != self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                raise
             torch.cuda.empty_cache()  # what torch holds without need is there for the second try
             return self._call("cuMemCreate", num_bytes, self._properties(location), 0)
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemUnmap", address, num_bytes)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
         access = self._api.CUmemAccessDesc()

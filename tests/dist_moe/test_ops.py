@@ -5,10 +5,13 @@ import functools
 import gc
 import pickle
 import re
+import warnings
 import weakref
 
 import pytest
 import torch
+from tests.path_cases import Case, assert_results_close, dense
+from tests.rank_calls import forward, leaves_of, on_ranks, results_of
 from torch.utils.checkpoint import checkpoint
 
 from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, routed_experts
@@ -485,3 +488,60 @@ def test_a_context_made_under_inference_mode_trains_outside_of_it():
         call(context, x_TD=x).float().sum().backward()
         context.reset()
         assert x.grad.any()
+
+
+class _Cut(torch.autograd.Function):
+    """Gives no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def _cut_on_rank_0(rank, group, case):
+    inputs = case.inputs()[rank]
+    with create_context(group=group, config=case.config(), device="cpu", backend="reference") as context:
+        leaves = leaves_of(inputs, context.config)
+        out_TD = forward(leaves, inputs.ids_TK, context)
+        if rank == 0:
+            _Cut.apply(out_TD).sum().backward()
+        else:
+            out_TD.backward(inputs.grad_out_TD)
+        context.check()
+        return results_of(out_TD, leaves)
+
+
+def test_a_rank_without_a_gradient_of_the_output_joins_the_backward_with_zeros():
+    case = Case("cut")
+    inputs = case.inputs()
+    inputs[0].grad_out_TD.zero_()
+    assert_results_close(on_ranks(2, _cut_on_rank_0, case), dense(case, inputs))
+
+
+def test_vmap_is_refused(fast):
+    x_TD, *others = inputs().values()
+    with pytest.raises(NotImplementedError, match=r"torch.vmap: it is a call of all ranks"):
+        torch.vmap(lambda x_TD: routed_experts(x_TD, *others, fast))(x_TD[None])
+
+
+def test_dynamo_compiles_nothing_inside_of_the_op(fast):
+    """Called in a frame that Dynamo leaves to Python, because it breaks inside a context manager."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def broken(*given):
+        with warnings.catch_warnings():
+            print(end="")
+            return ops.bf16_forward(*given)[0]
+
+    clear_compilation_metrics()
+    given = op_arguments(fast, True, x_TD=inputs()["x_TD"].requires_grad_())
+    out_TD = broken(*given)
+    ours = {metrics.co_filename for metrics in get_compilation_metrics() if "/dist_moe/" in (metrics.co_filename or "")}
+    assert ours <= {__file__}
+    out_TD.float().sum().backward()
+    assert given[0].grad.any()

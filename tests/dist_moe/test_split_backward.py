@@ -17,7 +17,7 @@ from dist_moe import Config, color_activation_slots, create_context, moe, ops, r
 from dist_moe.errors import InvalidExpertIdError, SlotError
 
 T, D, F, K, E = 8, 32, 32, 2, 4
-SPLITS = (2, 13)  # torch 2.11 gives its second visit 0 + the gradient: another tensor
+SPLITS = (2, 13)  # torch 2.11 gives its second visit 0 + the gradient: another tensor; 2.12 was not tried
 
 
 def context_of(depth: int = 1, num_slots: int = 1):
