@@ -7,6 +7,8 @@ import torch
 from dist_moe import testing
 from dist_moe.config import Config
 from dist_moe.dense import dense_moe
+from dist_moe.planner import saved_full_bytes, saved_h1_bytes, saved_input_bytes
+from dist_moe.shapes import KEPT_NAMES
 from dist_moe.virtual import RankInputs, RankResults
 
 
@@ -105,6 +107,23 @@ CASES = (
     Case("a rank without tokens", W=3, routing="empty_ranks", E=6),
     Case("rows past a tile border", T=150, D=32, F=160, K=2, E=4, routing="zipf(1.0)"),
 )
+
+
+def rows_of(case: Case) -> list[int]:
+    """Received rows by rank; for routings that name no expert twice."""
+    ids = torch.cat([inputs.ids_TK for inputs in case.inputs()])
+    return torch.bincount(ids[ids >= 0] // (case.E // case.W), minlength=case.W).tolist()
+
+
+def slots_of(case: Case) -> dict[str, dict]:
+    """The changes of a Config that make its layer keep just this much, by the name of what is kept."""
+    config, rows = case.config(), max(rows_of(case))
+    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), saved_full_bytes(config, rows))
+    assert sizes[0] < sizes[1] < sizes[2] and len(set(rows_of(case))) > 1
+    return {
+        name: {"activation_slot_bytes": size, "activation_slot_capacity_factor": None}
+        for name, size in zip(KEPT_NAMES, sizes, strict=True)
+    }
 
 
 def dense(case: Case, inputs: list[RankInputs]) -> list[RankResults]:

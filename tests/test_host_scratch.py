@@ -8,22 +8,24 @@ import pytest
 import torch
 from benchmarks import host_access
 
-from dist_moe import Config, RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
-from dist_moe.planner import scratch_bytes
+from dist_moe import RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
+from dist_moe.memory_stats import MemoryStats
+from dist_moe.planner import row_pitches, scratch_bytes
+from dist_moe.shapes import KEPT_NAMES
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
-from .path_cases import Case, assert_results_close, assert_results_equal, dense
+from .path_cases import Case, assert_results_close, assert_results_equal, dense, rows_of, slots_of
 from .process_group import ranks
-from .rank_calls import on_ranks, run_rank, step
+from .rank_calls import forward, on_ranks, run_rank, step
 
 CASES = (
-    Case("saved", routing="one_rank", E=8),
-    Case("recomputed", routing="one_rank", E=8, slot_factor=None),
+    Case("per route", routing="one_rank", E=8),
     Case("de-duplicated", W=3, T=6, K=4, E=12, routing="one_rank"),
     Case("rows past a tile border", T=70, D=32, F=160, E=8, routing="one_rank"),
 )
 SHARES = (2 / 3, 1 / 4)  # of the scratch of the fullest rank, what lies on the device
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+IN_SCRATCH = dict(zip(KEPT_NAMES, (("x", "h1", "h2", "h3"), ("x", "h2", "h3"), ("h2", "h3")), strict=True))
 
 
 def host_backed(case: Case, share: float, **changes) -> dict:
@@ -41,30 +43,42 @@ def there(case: Case, device: str) -> list[RankInputs]:
     return [RankInputs(*(tensor.to(device) for tensor in vars(rank).values())) for rank in case.inputs()]
 
 
-def run(case: Case, device: str, backend: str, **changes) -> tuple[list[RankResults], list[int]]:
-    """Results by rank, and the bytes of scratch that lay beyond the device's."""
+def run(case: Case, device: str, backend: str, **changes) -> tuple[list[RankResults], list[MemoryStats]]:
+    """Results and statistics by rank. Scratch must be written down to its reported peak, and not below."""
     world, inputs = World.virtual(case.W, device), there(case, device)
     with poisoned(create_context(group=world, config=case.config(**changes), backend=backend)) as context:
         results = run_virtual(case.W, context.config, inputs, context=context)
         again = run_virtual(case.W, context.config, inputs, context=context)
         assert_results_equal(results, again)
-        return results, [context.memory_stats(rank).host_overflow_peak_bytes for rank in range(case.W)]
+        stats = [context.memory_stats(rank) for rank in range(case.W)]
+        for rank, found in zip(context.ranks, stats, strict=True):
+            below = len(rank.buffer) - found.scratch_peak_bytes
+            assert (rank.buffer[context.memory_plan.total_activation_bytes : below] == 0xFF).all()
+            assert found.rows_max == 0 or (rank.buffer[below : below + 16] != 0xFF).any()
+        return results, stats
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("level", KEPT_NAMES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_the_bits_are_those_of_a_step_that_fits(case, share, backend):
+@pytest.mark.parametrize("backend, share", [("reference", SHARES[0]), ("reference", SHARES[1]), ("triton", SHARES[1])])
+def test_the_bits_are_those_of_a_step_that_fits(case, level, backend, share):
     device = "cpu" if backend == "reference" else DEVICE
-    wanted, none = run(case, device, backend)
-    found, on_host = run(case, device, backend, **host_backed(case, share))
+    slot = slots_of(case)[level]
+    wanted, none = run(case, device, backend, **slot)
+    found, stats = run(case, device, backend, **host_backed(case, share), **slot)
     assert_results_equal(found, wanted)
     assert_results_close([RankResults(*(t.cpu() for t in vars(r).values())) for r in found], dense(case, case.inputs()))
-    assert not any(none)
-    if device == "cpu" and case.slot_factor is None:  # on a GPU the sections of such small cases are all rounded up
-        config = case.config(**host_backed(case, share))
-        host_bytes = plan_memory(config, case.W).host_scratch_bytes
-        assert host_bytes - scratch_bytes(config, 0) <= max(on_host) <= host_bytes  # to within a row a region
+    assert not any(rank.host_overflow_peak_bytes for rank in none)
+
+    config, rows = case.config(**host_backed(case, share), **slot), max(rows_of(case))
+    (fullest,) = [rank for rank in stats if rank.rows_max == rows]
+    assert [name for name, count in fullest.layers_kept.items() if count] == [level]
+    row = sum(row_pitches(config)[region] for region in IN_SCRATCH[level])
+    assert rows * row <= fullest.scratch_peak_bytes <= (rows + 1) * row
+    if device == "cpu":  # on a GPU the sections of such small cases are all rounded up
+        on_device = plan_memory(config, case.W).device_scratch_bytes
+        assert fullest.host_overflow_peak_bytes == max(0, fullest.scratch_peak_bytes - on_device)
+        assert fullest.host_overflow_peak_bytes > 0 or share > 0.5 and level != KEPT_NAMES[0]
 
 
 def _one_rank(rank, group, case, changes):
@@ -115,12 +129,14 @@ class Tally:
     """The driver, and the bytes that were made and unmapped through it."""
 
     def __init__(self, api):
-        self.api, self.made, self.unmapped = api, [], 0
+        self.api, self.made, self.unmapped, self.refuses_from = api, [], 0, None
 
     def __getattr__(self, name):
         return getattr(self.api, name)
 
     def cuMemCreate(self, num_bytes, properties, flags):
+        if len(self.made) + 1 == self.refuses_from:
+            return (self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
         kind = properties.location.type
         self.made.append((num_bytes, kind == self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE))
         return self.api.cuMemCreate(num_bytes, properties, flags)
@@ -151,14 +167,15 @@ def tally(monkeypatch) -> Tally:
 def test_ranges_of_a_gpu_hold_what_their_plan_says(share, prefetch, tally):
     wanted, _ = run(REAL, "cuda", "triton")
     changes = host_backed(REAL, share, vmm=VmmConfig(2.0, prefetch=prefetch))
-    found, on_host = run(REAL, "cuda", "triton", **changes)
+    found, stats = run(REAL, "cuda", "triton", **changes)
     assert_results_equal(found, wanted)
 
     config = REAL.config(**changes)
     plan = plan_memory(config, 2, device="cuda")
     assert plan.vmm_granularity_bytes >= 4096 and plan.vmm_host_section_bytes >= plan.host_scratch_bytes > MIB
     beyond = scratch_bytes(config, 2 * REAL.T * REAL.K) - plan.vmm_device_scratch_section_bytes
-    assert MIB < beyond - scratch_bytes(config, 0) <= max(on_host) <= beyond <= plan.vmm_host_section_bytes
+    on_host = max(rank.host_overflow_peak_bytes for rank in stats)
+    assert MIB < beyond - scratch_bytes(config, 0) <= on_host <= beyond <= plan.vmm_host_section_bytes
     parts = [(plan.vmm_device_prefix_bytes, True), (plan.vmm_host_section_bytes, False)]
     parts.append((plan.vmm_device_scratch_section_bytes, True))
     assert tally.made == 2 * parts and tally.unmapped == 2 * plan.total_virtual_bytes  # two ranks
@@ -216,23 +233,31 @@ def test_every_access_of_the_path_reaches_host_memory():
 
 
 @pytest.mark.gpu
-def test_a_section_without_room_leaves_nothing_behind(tally):
-    total = torch.cuda.mem_get_info()[1]
-    slots = 1 + total // (64 * MIB)  # of the x of 4096 tokens each
-    config = Config(4096, 8192, 32, 2, 8, 1, 1.0, num_activation_slots=slots, vmm=VmmConfig(2.0))
-    before = requested_bytes()
-    with pytest.raises(torch.OutOfMemoryError, match=r"device_prefix of .*GiB"):
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetched", "not prefetched"])
+def test_a_section_without_room_leaves_nothing_behind(prefetch, tally):
+    """The host section of the second rank, when all of the first and a section of its own are there."""
+    before, tally.refuses_from = requested_bytes(), 5
+    config = REAL.config(**host_backed(REAL, 1 / 4, vmm=VmmConfig(2.0, prefetch)))
+    with pytest.raises(torch.OutOfMemoryError, match=r"no room for the host of .*MiB"):
         create_context(group=World.virtual(2, "cuda"), config=config)
-    assert not tally.unmapped and requested_bytes() == before
+    assert requested_bytes() == before
+    assert len(tally.made) == 4 and tally.unmapped == sum(size for size, _ in tally.made)
 
 
 def _between_gpus(rank, group, case, share):
+    """This rank's bytes of host memory; its results must be the same with and without, training and serving."""
     inputs = RankInputs(*(tensor.cuda() for tensor in vars(case.inputs()[rank]).values()))
-    results = []
+    trained, served = [], []
     for changes in ({}, host_backed(case, share)):
         with poisoned(create_context(group=group, config=case.config(**changes), peer_timeout_s=60)) as context:
-            results.append(run_rank(inputs, context))
-    assert_results_equal(results[:1], results[1:])
+            trained.append(run_rank(inputs, context))
+        serve = {"inference": True, "num_activation_slots": 0}  # its range begins with host memory
+        with poisoned(create_context(group=group, config=case.config(**changes, **serve))) as context, torch.no_grad():
+            served.append(forward(vars(inputs), inputs.ids_TK, context))
+            context.check()
+            assert context.activation_buffer.device == inputs.x_TD.device
+    assert_results_equal(trained[:1], trained[1:])
+    assert torch.equal(served[0], served[1]) and torch.equal(served[0], trained[0].out_TD)
     return context.memory_plan.vmm_host_section_bytes
 
 

@@ -7,33 +7,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dist_moe import World, create_context
-from dist_moe.planner import saved_full_bytes, saved_h1_bytes, saved_input_bytes
+from dist_moe.planner import saved_full_bytes, saved_h1_bytes
 from dist_moe.shapes import KEPT_NAMES
 from dist_moe.virtual import RankInputs, run_virtual
 
-from .path_cases import Case, assert_results_close, assert_results_equal, dense
+from .path_cases import Case, assert_results_close, assert_results_equal, dense, slots_of
 from .process_group import ranks
 from .rank_calls import forward, leaves_of, on_ranks, results_of, run_rank, step
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = (Case("per route", E=8, routing="zipf(1.0)"), Case("de-duplicated", K=4, E=8, routing="zipf(1.0)"))
-
-
-def rows_of(case: Case) -> list[int]:
-    """Received rows by rank."""
-    ids = torch.cat([inputs.ids_TK for inputs in case.inputs()])
-    return torch.bincount(ids.flatten() // (case.E // case.W), minlength=case.W).tolist()
-
-
-def slots_of(case: Case) -> dict[str, dict]:
-    """The changes of a Config that make its layer keep just this much, by the name of what is kept."""
-    config, rows = case.config(), max(rows_of(case))
-    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), saved_full_bytes(config, rows))
-    assert sizes[0] < sizes[1] < sizes[2] and len(set(rows_of(case))) > 1
-    return {
-        name: {"activation_slot_bytes": size, "activation_slot_capacity_factor": None}
-        for name, size in zip(KEPT_NAMES, sizes, strict=True)
-    }
 
 
 def there(case: Case, device: str) -> list[RankInputs]:
