@@ -20,9 +20,10 @@ T, D, F, K, E = 8, 32, 32, 2, 4
 SPLITS = (2, 13)  # torch 2.11 gives its second visit 0 + the gradient: another tensor; 2.12 was not tried
 
 
-def context_of(depth: int = 1, num_slots: int = 1):
+def context_of(depth: int = 1, num_slots: int = 1, device: str = "cpu"):
     config = Config(T, D, F, K, E, depth, num_activation_slots=num_slots, activation_slot_capacity_factor=1.0)
-    return create_context(group=None, config=config, device="cpu", backend="reference")
+    backend = "reference" if device == "cpu" else None
+    return create_context(group=None, config=config, device=device, backend=backend)
 
 
 @pytest.fixture
@@ -148,11 +149,14 @@ class Visits:
     """A forward of leaves, and what one visit of its backward gives."""
 
     def __init__(self, context):
-        ids_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+        self.context, device = context, context.device
+        ids_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device)
         shapes = {"x": (T, D), "scores": (T, K), "w13": (E, 2 * F, D), "w2": (E, D, F)}
-        self.leaves = {name: randn(*shape, seed=n).requires_grad_() for n, (name, shape) in enumerate(shapes.items())}
+        self.leaves = {
+            name: randn(*shape, seed=n).to(device).requires_grad_() for n, (name, shape) in enumerate(shapes.items())
+        }
         x_TD, scores_TK, w13, w2 = self.leaves.values()
-        self.grad_TD = randn(T, D, seed=9)
+        self.grad_TD = randn(T, D, seed=9).to(device)
         routed_experts(x_TD, ids_TK, scores_TK, w13, w2, context).backward(self.grad_TD)
         self.whole = {name: leaf.grad.clone() for name, leaf in self.leaves.items()}
         self.out_TD = routed_experts(x_TD, ids_TK, scores_TK, w13, w2, context)
@@ -170,9 +174,10 @@ class Visits:
             self.visit(*names, **options)
 
 
-@pytest.fixture
-def visits(context):
-    return Visits(context)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def visits(request):
+    with context_of(device=request.param) as context:
+        yield Visits(context)
 
 
 @pytest.mark.parametrize("first, second", [("x scores", "w13 w2"), ("x", "scores w13 w2"), ("w2 w13", "x scores")])
@@ -216,18 +221,20 @@ def test_gradients_are_kept_for_one_gradient_of_the_output(change, visits):
     visits.assert_gives_none_of("w13", grad_TD=change(visits.grad_TD))
 
 
-def test_a_reset_forgets_them(context, visits):
+def test_a_reset_forgets_them(visits):
     visits.assert_gives("x")
-    context.reset()
+    visits.context.reset()
     with pytest.raises(SlotError, match="the context was reset"):
         visits.visit("w13")
 
 
-def test_a_fault_in_between_is_raised_first(context, visits):
+def test_a_fault_in_between_is_raised_first(visits):
     visits.assert_gives("x")
     x_TD, *others = visits.leaves.values()
     with torch.no_grad():
-        routed_experts(x_TD, torch.full((T, K), E), *others, context)
+        routed_experts(x_TD, torch.full((T, K), E, device=x_TD.device), *others, visits.context)
+    if x_TD.is_cuda:
+        torch.cuda.synchronize()  # the fault is on the host then
     with pytest.raises(InvalidExpertIdError):
         visits.visit("w13")
 
