@@ -12,7 +12,7 @@ from .memory_plan import format_bytes
 from .registry import OPS, call_of, choose
 from .symm import SHARED_MEMORY_DIR
 
-PACKAGES = ("dist-moe-triton", "torch", "triton", "numpy", "nvidia-cutlass-dsl", "cuda-python")
+PACKAGES = ("dist-moe-triton", "torch", "triton", "numpy", "nvidia-cutlass-dsl", "cuda-bindings")
 
 
 def _version(package: str) -> str | None:
