@@ -27,7 +27,7 @@ from .launch import Job, Miss
 from .ours import BOTH, Ours
 from .record import Rows, parse, parser
 from .roofs import Roofs, measure_roofs
-from .shapes import SHAPES, Shape, Traffic, config_of, draw_inputs
+from .shapes import Shape, Traffic, config_of, draw_inputs
 from .timing import Method, measure
 
 SHARES = (1.0, 2 / 3, 1 / 4)  # of the scratch that the step needs, what lies on the device
@@ -117,13 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(job, "memory", args)
     try:
         roofs = measure_roofs(job, args.rounds)
-        for name in args.shapes:
-            for routing in args.routings:
-                for T in args.tokens:
-                    try:
-                        run_case(job, args, rows, roofs, SHAPES[name], routing, T)
-                    except Miss as miss:
-                        rows.miss(f"{name} {routing} T={T}: {miss}")
+        rows.each(args, functools.partial(run_case, job, args, rows, roofs))
     finally:
         launch.stop(job)
     return 1 if rows.missed else 0

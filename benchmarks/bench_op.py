@@ -24,7 +24,7 @@ from .launch import Job, Miss
 from .op_cases import PRODUCTS, ROW_OPS, OpCase, RowOps, product_cases
 from .record import Rows, parse, parser
 from .roofs import Roofs, measure_roofs
-from .shapes import SHAPES, Shape, Traffic
+from .shapes import Shape, Traffic
 from .timing import Method, capture, measure
 
 
@@ -105,10 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(job, "op", args)
     roofs = measure_roofs(job, args.rounds)
     rows.say(f"roofs: {roofs}")
-    for name in args.shapes:
-        for routing in args.routings:
-            for T in args.tokens:
-                run_shape(job, rows, roofs, args, SHAPES[name], routing, T)
+    rows.each(args, functools.partial(run_shape, job, rows, roofs, args))
     return 1 if rows.missed else 0
 
 

@@ -26,7 +26,7 @@ from .launch import Job, Miss
 from .ours import BOTH, DIRECTIONS, FORWARD, INFERENCE, Ours
 from .record import Rows, parse, parser
 from .roofs import Roofs, Work, measure_roofs, total
-from .shapes import SCHEMES, SHAPES, Shape, Traffic, always_choose, draw_inputs, memory_bytes
+from .shapes import SCHEMES, Shape, Traffic, always_choose, draw_inputs, memory_bytes
 from .stages import measure_stages, stage_works
 from .timing import Method, capture, measure
 
@@ -214,13 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         roofs = measure_roofs(job, args.rounds)
         rows.say(f"roofs: {roofs}")
-        for name in args.shapes:
-            for routing in args.routings:
-                for T in args.tokens:
-                    try:
-                        Case(job, args, SHAPES[name], routing, T).run(rows, stage_rows, roofs)
-                    except Miss as miss:
-                        rows.miss(f"{name} {routing} T={T}: {miss}")
+        rows.each(args, lambda *what: Case(job, args, *what).run(rows, stage_rows, roofs))
     finally:
         launch.stop(job)
     return 1 if rows.missed else 0

@@ -1,17 +1,19 @@
 """Rows: one JSON line each, with everything that is needed to read it later. And the options that all scripts share."""
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from .launch import Job
+from .launch import Job, Miss
 from .roofs import Roofs, Work
 from .shapes import SHAPES, SMOKE, Shape, Traffic, scheme_of
 from .timing import Times
@@ -120,6 +122,14 @@ class Rows:
         """Say why something has no row."""
         self.missed = True
         self.say(f"NOT TIMED: {text}")
+
+    def each(self, args: argparse.Namespace, run: Callable[[Shape, str, int], None]) -> None:
+        """run(shape, routing, tokens) for all that was asked for; one that misses leaves the others alone."""
+        for name, routing, T in itertools.product(args.shapes, args.routings, args.tokens):
+            try:
+                run(SHAPES[name], routing, T)
+            except Miss as miss:
+                self.miss(f"{name} {routing} T={T}: {miss}")
 
     def say(self, text: str) -> None:
         if self._job.is_first:
