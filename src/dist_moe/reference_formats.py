@@ -132,8 +132,13 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 def _outer(amax: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The FP32 scale over a row or an expert, and its inverse."""
     eps = torch.tensor(eps, dtype=torch.float32, device=amax.device)
-    outer = torch.where(amax < eps, eps, amax).reciprocal() * OUTER_RANGE
-    return outer, outer.reciprocal()
+    outer = _one_nan(torch.where(amax < eps, eps, amax).reciprocal() * OUTER_RANGE)
+    return outer, _one_nan(outer.reciprocal())
+
+
+def _one_nan(v: Tensor) -> Tensor:
+    """Any NaN as the same bits: which ones an operation makes depends on the machine."""
+    return torch.where(v.isnan(), float("nan"), v)
 
 
 def _quantize_blocks(v: Tensor, dim: int | tuple[int, ...], format: Format, outer: Tensor | None):
@@ -254,9 +259,9 @@ def quantize_columns(x_RC, *, format, blocked=False, row_start_P, num_rows_L, ou
     scales = scales.view(R // format.block, C)
     end //= format.block
     if blocked:
-        natural = from_blocked(out.scales.view(torch.uint8), C, R // format.block)[0].clone()
-        natural[:, :end] = scales[:end].T
-        _put(out.scales, to_blocked(natural[None]))
+        atoms = (padded_scales(C, 1)[0] // SCALE_ATOM[0], -1, SCALE_ATOM[0] * SCALE_ATOM[1])
+        written = end // SCALE_ATOM[1]  # atoms of a row of them; an expert starts at an atom
+        out.scales.view(torch.uint8).view(atoms)[:, :written] = to_blocked(scales.T[None]).view(atoms)[:, :written]
     else:
         _put_rows(out.scales, scales, end)
     return out

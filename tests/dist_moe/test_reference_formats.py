@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_moe import reference_formats as oracle
@@ -84,6 +84,7 @@ def test_midpoints_and_their_neighbours_are_rounded_to_nearest_even(format):
 
 
 @EACH_FORMAT
+@settings(max_examples=40)
 @given(bits=st.lists(FP32_BITS, min_size=1, max_size=64))
 def test_any_finite_value_is_rounded_to_the_nearest(format, bits):
     v = fp32(bits)
@@ -106,6 +107,7 @@ def test_H31_values_above_the_largest_are_clamped_and_nan_is_kept(format):
     assert oracle.encode(-v[:3], format).tolist() == [code | sign for code in codes]
 
 
+@settings(max_examples=40)
 @given(bits=st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=64))
 def test_scales_are_the_least_power_of_two_that_is_not_less(bits):
     m = fp32(bits)
@@ -175,6 +177,7 @@ def test_mx_rows_equal_a_search(format, dtype):
 
 
 @EACH_MX
+@settings(max_examples=40)
 @given(bits=st.lists(FP32_BITS, min_size=32, max_size=32))
 def test_any_mx_block_equals_a_search(format, bits):
     x = fp32(bits)[None]
@@ -198,6 +201,7 @@ def test_nvfp4_rows_equal_a_search():
         assert found.outer_inv_R[r].item() == outer_inv
 
 
+@settings(max_examples=40)
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=32, max_size=32))
 def test_any_nvfp4_row_of_bf16_equals_a_search(bits):
     x = fp32([b << 16 for b in bits])
