@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format_cases import expert_rows
 
 from dist_moe import reference_formats as oracle
 from dist_moe.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, padded_scales
@@ -337,16 +338,6 @@ def test_H30_nan_or_inf_breaks_its_row_in_nvfp4_and_its_expert_of_weights(broken
     w[1, 3, 5] = broken
     back = oracle.dequantize_weights(oracle.quantize_weights(w, format=NVFP4), format=NVFP4)
     assert back[1].isnan().all() and back[0].isfinite().all()
-
-
-def expert_rows(counts, C: int, dtype=torch.float32):
-    """A buffer of experts' rows with NaN between them and after them, starts and counts."""
-    padded = [padded_scales(n, 4)[0] for n in counts]
-    starts = torch.tensor([0, *padded]).cumsum(0)
-    x = torch.full((int(starts[-1]) + 128, C), NAN, dtype=dtype)
-    for start, n in zip(starts.tolist(), counts, strict=False):
-        x[start : start + n] = torch.randn(n, C) * torch.exp2(torch.randint(-9, 9, (n, 1)).float())
-    return x, starts.int(), torch.tensor(counts, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("blocked", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.dist_moe.test_reference_formats import expert_rows
+from tests.format_cases import assert_same_bits, expert_rows
 
 from dist_moe import reference_formats as oracle
 from dist_moe.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, padded_scales
@@ -23,20 +23,6 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], i
 # A block of every kind: the rest of it is drawn.
 EDGES = (0.0, -0.0, 2.0**-149, -(2.0**-130), 448.0, 6.0, 57344.0, 448.0 * 2**70, 6.0 * 2**-120, 957.0, 3.38e38, -1.0)
 BROKEN = (NAN, INF, -INF)
-
-
-def to_cpu(tensors) -> list:
-    return [None if t is None else t.cpu() for t in tensors]
-
-
-def assert_same_bits(found, want, what: str = "") -> None:
-    """Of tensors, or of None on both sides."""
-    for name, a, b in zip(getattr(want, "_fields", ("rows",)), found, want, strict=True):
-        assert (a is None) == (b is None), f"{what} {name}"
-        if b is not None:
-            assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {name}: {a.dtype} {a.shape}"
-            differ = (a.cpu().contiguous().view(torch.uint8) != b.cpu().contiguous().view(torch.uint8)).nonzero()
-            assert len(differ) == 0, f"{what} {name}: {len(differ)} bytes differ, the first at {differ[0].tolist()}"
 
 
 def hard_values(R: int, C: int) -> torch.Tensor:
