@@ -92,7 +92,7 @@ def _e2m1(v):
     Example: 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), 3.5 -> 6 (4.0), 5.0 -> 6, -7 -> 15 (-6).
     """
     bits = _bits(v)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = bits & MAGNITUDE
     code = (magnitude > 0x3E800000).to(tl.int32)  # 0.25, which is between 0 and 0.5
     code += (magnitude >= 0x3F400000).to(tl.int32)  # 0.75
     code += (magnitude > 0x3FA00000).to(tl.int32)  # 1.25
@@ -100,7 +100,7 @@ def _e2m1(v):
     code += (magnitude > 0x40200000).to(tl.int32)  # 2.5
     code += (magnitude >= 0x40600000).to(tl.int32)  # 3.5
     code += (magnitude > 0x40A00000).to(tl.int32)  # 5
-    sign = tl.where(magnitude > 0x7F800000, 0, (bits >> 28) & 8)
+    sign = tl.where(magnitude > INFINITY, 0, (bits >> 28) & 8)
     return (code | sign).to(tl.uint8)
 
 
@@ -192,7 +192,7 @@ def _end_of_rows(first, R, row_start_ptr, num_rows_ptr, L, BLOCK_L: tl.constexpr
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # no number of rows compiles anything
 def _quantize_rows(
     x_ptr,  # [R, C] bf16 or fp32
     values_ptr,  # [R, C / values per byte] bytes
@@ -293,7 +293,7 @@ def _quantize_rows(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # no number of rows compiles anything
 def _quantize_columns(
     x_ptr,  # [R, C] bf16 or fp32
     values_ptr,  # [R, C] bytes

@@ -75,7 +75,7 @@ COLUMNS = tuple(
         },
         name=f"{format.name}{' blocked' if blocked else ''}",
         **options("quantize_columns"),
-        aligned=("R", "C", "x_stride_r", "values_stride", "scales_stride"),
+        aligned=("C", "x_stride_r", "values_stride", "scales_stride"),
         unaligned=("row_start_ptr", "num_rows_ptr"),
         expect=("ld.global.v4.b32", *CONVERSIONS[format]),
         forbid=INEXACT,
