@@ -4,9 +4,7 @@
     two levels:       outer = 2688 / amax of the row or expert,  e4m3 scale = amax of the block * outer / 6,
                       q = v * (outer / scale)
 
-reference_formats has the exact formulas. Magnitudes are compared as the integers of their bits, so that a NaN is the
-largest of all; scales are made by integer arithmetic, e4m3 and e5m2 values by the conversion of sm_89 and later, which
-rounds to nearest even, and e2m1 values by comparisons.
+reference_formats has the exact formulas, _scaled.py their arithmetic.
 
 Grid: persistent over tiles of rows and columns, an item being whole rows where they have an outer scale; weights have
 a program a tile. Reads and writes local memory only; no barrier before or after it.
@@ -21,24 +19,27 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_moe import formats
-from dist_moe.formats import Format
 from dist_moe.quantized import Quantized, QuantizedWeights, columns_out, packed_out, rows_out, weights_out
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
 from ._device import delay, num_programs
 from ._launch import launched
+from ._scaled import (
+    ATOM_C,
+    ATOM_R,
+    INFINITY,
+    MAGNITUDE,
+    bits_of,
+    block_scales,
+    blocked_offset,
+    format_options,
+    one_nan,
+    outer_scale,
+    pack_pairs,
+    value_codes,
+)
 
-E8M0_NAN = tl.constexpr(formats.E8M0_NAN)
-E4M3_NAN = tl.constexpr(formats.MXFP8_E4M3.nan_code)
-E4M3_LARGEST = tl.constexpr(formats.MXFP8_E4M3.largest)
 PADDING_SCALE = tl.constexpr(formats.PADDING_SCALE)
-BLOCK_SCALE_FLOOR = tl.constexpr(formats.BLOCK_SCALE_FLOOR)
-OUTER_RANGE = tl.constexpr(formats.OUTER_RANGE)
-ATOM_R = tl.constexpr(formats.SCALE_ATOM[0])
-ATOM_C = tl.constexpr(formats.SCALE_ATOM[1])
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-INFINITY = tl.constexpr(0x7F800000)
-NAN = tl.constexpr(0x7FC00000)
 
 PROGRAMS_PER_SM = 4
 
@@ -70,104 +71,6 @@ def pick_config(op: str, width: int = 0) -> Config:
         return Config(block_r=128, block_c=64, num_warps=8)
     assert op == "quantize_weights", op
     return Config(block_r=128, block_c=128, num_warps=16)
-
-
-# ---- values and scales ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _bits(v):
-    return v.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _fp32(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(v):
-    """Codes of FP32 values: 0 0.5 1 1.5 2 3 4 6 and, from 8 on, their negatives; ties to even, NaN -> 7.
-
-    Example: 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), 3.5 -> 6 (4.0), 5.0 -> 6, -7 -> 15 (-6).
-    """
-    bits = _bits(v)
-    magnitude = bits & MAGNITUDE
-    code = (magnitude > 0x3E800000).to(tl.int32)  # 0.25, which is between 0 and 0.5
-    code += (magnitude >= 0x3F400000).to(tl.int32)  # 0.75
-    code += (magnitude > 0x3FA00000).to(tl.int32)  # 1.25
-    code += (magnitude >= 0x3FE00000).to(tl.int32)  # 1.75
-    code += (magnitude > 0x40200000).to(tl.int32)  # 2.5
-    code += (magnitude >= 0x40600000).to(tl.int32)  # 3.5
-    code += (magnitude > 0x40A00000).to(tl.int32)  # 5
-    sign = tl.where(magnitude > INFINITY, 0, (bits >> 28) & 8)
-    return (code | sign).to(tl.uint8)
-
-
-@triton.jit
-def _codes(v, ELEMENT: tl.constexpr):
-    """Codes (uint8) of FP32 values that are at most the largest of the format, but for NaN in e2m1."""
-    if ELEMENT == "e4m3":
-        codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif ELEMENT == "e5m2":
-        codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        tl.static_assert(ELEMENT == "e2m1")
-        codes = _e2m1(v)
-    return codes
-
-
-@triton.jit
-def _block_scales(amax, outer, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr):
-    """Codes (uint8) of the scales of blocks whose amax has these bits, and what their values are multiplied by.
-
-    Example: amax 960 in e4m3: m = 2.14 is rounded up to 4, code 129, values are multiplied by 0.25.
-    """
-    if TWO_LEVEL:
-        scale = _fp32(amax) * outer * RECIPROCAL
-        scale = tl.where(scale < BLOCK_SCALE_FLOOR, BLOCK_SCALE_FLOOR, scale)
-        scale = tl.where(scale > E4M3_LARGEST, E4M3_LARGEST, scale)
-        rounded = scale.to(tl.float8e4nv)
-        is_nan = (_bits(scale) & MAGNITUDE) > INFINITY
-        codes = tl.where(is_nan, E4M3_NAN, rounded.to(tl.uint8, bitcast=True).to(tl.int32))
-        factor = tl.where(is_nan, _fp32(tl.full(codes.shape, NAN, tl.int32)), tl.div_rn(outer, rounded.to(tl.float32)))
-    else:
-        m = _bits(_fp32(amax) * RECIPROCAL)
-        codes = tl.where(m <= 0x400000, 0, (m + 0x7FFFFF) >> 23)  # up to 2^-127, subnormal, is code 0
-        codes = tl.where(amax >= INFINITY, E8M0_NAN, codes)
-        factor = _fp32(tl.where(amax >= INFINITY, NAN, (254 - codes) << 23))
-    return codes.to(tl.uint8), factor
-
-
-@triton.jit
-def _outer_scale(amax, EPS: tl.constexpr):
-    """The FP32 scale over a row or an expert whose largest magnitude has bits amax; NaN stays, as the one NaN."""
-    value = _fp32(amax)
-    value = tl.where(value < EPS, EPS, value)
-    return _one_nan(tl.div_rn(1.0, value) * OUTER_RANGE)
-
-
-@triton.jit
-def _one_nan(v):
-    """Any NaN as the same bits: which ones an operation makes depends on the machine."""
-    return _fp32(tl.where((_bits(v) & MAGNITUDE) > INFINITY, NAN, _bits(v)))
-
-
-@triton.jit
-def _packed(codes, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] codes of four bits -> [R, C / 2] bytes, the even index in the low half."""
-    low, high = tl.split(tl.reshape(codes, (R, C // 2, 2)))
-    return low | (high << 4)
-
-
-@triton.jit
-def _blocked_offset(row, col, num_cols):
-    """Byte of scale (row, col) in blocked order, of a matrix with num_cols columns, padding included.
-
-    Example: (33, 2) -> 22; (128, 4) with 8 columns -> 1536.
-    """
-    atom = (row // ATOM_R).to(tl.int64) * (num_cols // ATOM_C) + col // ATOM_C
-    return atom * (ATOM_R * ATOM_C) + row % 32 * 16 + row % ATOM_R // 32 * 4 + col % ATOM_C
 
 
 @triton.jit
@@ -255,9 +158,9 @@ def _quantize_rows(
                 cols = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
                 mask = (rows < real_end)[:, None] & (cols < C)[None, :]
                 x = tl.load(row_ptrs[:, None] + cols.to(tl.int64)[None, :] * x_stride_c, mask=mask, other=0.0)
-                amax_R = tl.maximum(amax_R, tl.max(_bits(x.to(tl.float32)) & MAGNITUDE, axis=1))
-            outer_R = _outer_scale(amax_R, EPS)
-            outer_inv = _bits(_one_nan(tl.div_rn(1.0, outer_R)))
+                amax_R = tl.maximum(amax_R, tl.max(bits_of(x.to(tl.float32)) & MAGNITUDE, axis=1))
+            outer_R = outer_scale(amax_R, EPS)
+            outer_inv = bits_of(one_nan(tl.div_rn(1.0, outer_R)))
             outer_ptrs = outer_inv_ptr + rows_64 * outer_stride
             tl.store(outer_ptrs, outer_inv.to(tl.int16), mask=mask_r)
             tl.store(outer_ptrs + 1, (outer_inv >> 16).to(tl.int16), mask=mask_r)
@@ -267,14 +170,14 @@ def _quantize_rows(
             mask = (rows < real_end)[:, None] & (cols < C)[None, :]
             x = tl.load(row_ptrs[:, None] + cols.to(tl.int64)[None, :] * x_stride_c, mask=mask, other=0.0)
             blocks = tl.reshape(x.to(tl.float32), (BLOCK_R, NUM_SCALES, BLOCK))
-            amax = tl.max(_bits(blocks) & MAGNITUDE, axis=2)
-            scales, factor = _block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-            codes = _codes(blocks * factor[:, :, None], ELEMENT)
+            amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
+            scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+            codes = value_codes(blocks * factor[:, :, None], ELEMENT)
             if not TWO_LEVEL:
                 codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
             codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
             if VALUES_PER_BYTE == 2:
-                codes = _packed(codes, BLOCK_R, BLOCK_C)
+                codes = pack_pairs(codes, BLOCK_R, BLOCK_C)
             BYTES: tl.constexpr = BLOCK_C // VALUES_PER_BYTE
             byte = chunk * BYTES + tl.arange(0, BYTES)
             value_ptrs = values_ptr + rows_64[:, None] * values_stride + byte[None, :]
@@ -282,7 +185,7 @@ def _quantize_rows(
             s = chunk * NUM_SCALES + tl.arange(0, NUM_SCALES)
             inside = mask_r[:, None] & (s < S)[None, :]
             if BLOCKED:
-                offsets = _blocked_offset(rows[:, None], s[None, :], padded_S)
+                offsets = blocked_offset(rows[:, None], s[None, :], padded_S)
                 scales = tl.where(inside, scales.to(tl.int32), PADDING_SCALE).to(tl.uint8)
                 tl.store(scales_ptr + offsets, scales, mask=(rows < padded_end)[:, None] & (s < padded_S)[None, :])
             else:
@@ -341,15 +244,15 @@ def _quantize_columns(
             other=0.0,
         )
         blocks = tl.reshape(x.to(tl.float32), (NUM_SCALES, BLOCK, BLOCK_C))
-        amax = tl.max(_bits(blocks) & MAGNITUDE, axis=1)
-        scales, factor = _block_scales(amax, 1.0, RECIPROCAL, False)
-        codes = _codes(blocks * factor[:, None, :], ELEMENT)
+        amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=1)
+        scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+        codes = value_codes(blocks * factor[:, None, :], ELEMENT)
         codes = tl.where((amax >= INFINITY)[:, None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
         codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
         tl.store(values_ptr + rows_64 * values_stride + cols[None, :], codes, mask=(rows < rows_end)[:, None] & mask_c)
         s = first_row // BLOCK + tl.arange(0, NUM_SCALES)
         if BLOCKED:
-            offsets = _blocked_offset(cols[None, :], s[:, None], R // BLOCK)
+            offsets = blocked_offset(cols[None, :], s[:, None], R // BLOCK)
             scales = tl.where(mask_c, scales.to(tl.int32), PADDING_SCALE).to(tl.uint8)
             tl.store(scales_ptr + offsets, scales, mask=(cols < padded_C)[None, :])
         else:
@@ -383,7 +286,7 @@ def _weight_amax(
     k = tl.program_id(0) % num_chunks * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     offsets = g.to(tl.int64) * stride_g + n.to(tl.int64) * stride_n + k.to(tl.int64) * stride_k
     w = tl.load(w_ptr + offsets, mask=(n < N) & (k < K), other=0.0).to(tl.float32)
-    tl.atomic_max(amax_ptr + g, tl.max(tl.max(_bits(w) & MAGNITUDE, axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(amax_ptr + g, tl.max(tl.max(bits_of(w) & MAGNITUDE, axis=1), axis=0), sem="relaxed")
 
 
 @launched
@@ -431,10 +334,10 @@ def _quantize_weights(
 
     outer = 1.0
     if TWO_LEVEL:
-        outer = _outer_scale(tl.load(amax_ptr + g), EPS)
+        outer = outer_scale(tl.load(amax_ptr + g), EPS)
         if tl.program_id(0) == 0:
             tl.store(outer_ptr + g, outer)
-            tl.store(outer_inv_ptr + g, _one_nan(tl.div_rn(1.0, outer)))
+            tl.store(outer_inv_ptr + g, one_nan(tl.div_rn(1.0, outer)))
 
     s = first_k // BLOCK + tl.arange(0, NUM_K)
     S = K // BLOCK
@@ -443,16 +346,16 @@ def _quantize_weights(
     if SQUARE:
         NUM_N: tl.constexpr = BLOCK_R // BLOCK
         blocks = tl.reshape(w, (NUM_N, BLOCK, NUM_K, BLOCK))
-        amax = tl.max(tl.max(_bits(blocks) & MAGNITUDE, axis=3), axis=1)
-        scales, factor = _block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-        codes = _codes(blocks * factor[:, None, :, None], ELEMENT)
+        amax = tl.max(tl.max(bits_of(blocks) & MAGNITUDE, axis=3), axis=1)
+        scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+        codes = value_codes(blocks * factor[:, None, :, None], ELEMENT)
         codes = tl.where((amax >= INFINITY)[:, None, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
         # A block is zeros where N or K ends, so its scale is 0, as padding is.
         t = first_n // BLOCK + tl.arange(0, NUM_N)
         padded_K = tl.cdiv(K, ATOM_R) * ATOM_R
         padded_T = tl.cdiv(N // BLOCK, ATOM_C) * ATOM_C
         transposed = tl.broadcast_to(tl.reshape(tl.trans(scales), (NUM_K, 1, NUM_N)), (NUM_K, BLOCK, NUM_N))
-        offsets = _blocked_offset(k[:, None], t[None, :], padded_T)
+        offsets = blocked_offset(k[:, None], t[None, :], padded_T)
         tl.store(
             transposed_scales_ptr + g_64 * padded_K * padded_T + offsets,
             tl.reshape(transposed, (BLOCK_C, NUM_N)),
@@ -461,21 +364,21 @@ def _quantize_weights(
         scales = tl.reshape(tl.broadcast_to(tl.expand_dims(scales, 1), (NUM_N, BLOCK, NUM_K)), (BLOCK_R, NUM_K))
     else:
         blocks = tl.reshape(w, (BLOCK_R, NUM_K, BLOCK))
-        amax = tl.max(_bits(blocks) & MAGNITUDE, axis=2)
-        scales, factor = _block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-        codes = _codes(blocks * factor[:, :, None], ELEMENT)
+        amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
+        scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+        codes = value_codes(blocks * factor[:, :, None], ELEMENT)
         if not TWO_LEVEL:
             codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
         inside = (n < N)[:, None] & (s < S)[None, :]
         scales = tl.where(inside, scales.to(tl.int32), PADDING_SCALE).to(tl.uint8)
     tl.store(
-        scales_ptr + g_64 * padded_N * padded_S + _blocked_offset(n[:, None], s[None, :], padded_S),
+        scales_ptr + g_64 * padded_N * padded_S + blocked_offset(n[:, None], s[None, :], padded_S),
         scales,
         mask=(n < padded_N)[:, None] & (s < padded_S)[None, :],
     )
     codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
     if VALUES_PER_BYTE == 2:
-        codes = _packed(codes, BLOCK_R, BLOCK_C)
+        codes = pack_pairs(codes, BLOCK_R, BLOCK_C)
     BYTES: tl.constexpr = BLOCK_C // VALUES_PER_BYTE
     byte = first_k // VALUES_PER_BYTE + tl.arange(0, BYTES)
     width = K // VALUES_PER_BYTE
@@ -484,21 +387,6 @@ def _quantize_weights(
 
 
 # ---- launchers -----------------------------------------------------------------------------------------------------
-
-_ELEMENTS = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.float4_e2m1fn_x2: "e2m1",
-}
-
-
-def _format_options(format: Format) -> dict:
-    return {
-        "ELEMENT": _ELEMENTS[format.value_dtype],
-        "NAN_CODE": format.nan_code,
-        "BLOCK": format.block,
-        "RECIPROCAL": format.reciprocal_of_largest,
-    }
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -535,7 +423,7 @@ def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_sta
         values.stride(0),
         scales.stride(0),
         0 if outer_inv_R2 is None else outer_inv_R2.stride(0),
-        **_format_options(format),
+        **format_options(format),
         VALUES_PER_BYTE=format.values_per_byte,
         TWO_LEVEL=format.two_level,
         EPS=formats.ROW_EPS,
@@ -624,7 +512,7 @@ def quantize_columns(
         *x_RC.stride(),
         values.stride(0),
         scales.stride(0),
-        **_format_options(format),
+        **format_options(format),
         BLOCKED=blocked,
         BLOCK_L=_expert_block(num_rows_L),
         BLOCK_R=config.block_r,
@@ -660,7 +548,7 @@ def quantize_weights(w_GNK, *, format, square=False, out=None, config=None) -> Q
         out.outer_G,
         out.outer_inv_G,
         *sizes,
-        **_format_options(format),
+        **format_options(format),
         VALUES_PER_BYTE=format.values_per_byte,
         TWO_LEVEL=format.two_level,
         EPS=formats.WEIGHT_EPS,

@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 from tests.format_cases import assert_same_bits, expert_rows
 
 from dist_moe import reference_formats as oracle
-from dist_moe.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, padded_scales
+from dist_moe.formats import (
+    FORMATS,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    NVFP4,
+    ROW_ALIGNMENT,
+    SCALE_ATOM,
+    padded_scales,
+)
 from dist_moe.kernels_triton import quantize as kernels
-from dist_moe.kernels_triton.quantize import Config
+from dist_moe.kernels_triton.quantize import Config, pick_config
 
 # Where an expert or a row is not finite, numpy warns of what is meant to happen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -162,18 +171,29 @@ def test_wire_rows_equal_the_oracle(format, D, device):
 
 @EACH_FORMAT
 def test_H24_strided_sources_and_outputs(format, device):
+    def views(wide):
+        return wide[:, 8:104], wide[::2, ::2][:, :96], wide.T[:96, :96]
+
     wide = torch.randn(300, 200).bfloat16()
-    views = (wide[:, 8:104], wide[::2, ::2][:, :96], wide.T[:96, :96])
-    for x in views:
-        assert_same_bits(kernels.quantize_rows(x.to(device), format=format), oracle.quantize_rows(x, format=format))
-    w = torch.randn(64, 3, 96).bfloat16().transpose(0, 1)
-    assert_same_bits(kernels.quantize_weights(w.to(device), format=format), oracle.quantize_weights(w, format=format))
+    for x, y in zip(views(wide.to(device)), views(wide), strict=True):
+        assert_same_bits(kernels.quantize_rows(x, format=format), oracle.quantize_rows(y, format=format))
+    w = torch.randn(64, 3, 96).bfloat16()
+    found = kernels.quantize_weights(w.to(device).transpose(0, 1), format=format)
+    assert_same_bits(found, oracle.quantize_weights(w.transpose(0, 1), format=format))
     if format in FP8:
         experts = {"row_start_P": torch.tensor([0, 128]).int(), "num_rows_L": torch.tensor([120]).int()}
         on_device = {name: value.to(device) for name, value in experts.items()}
-        x = wide.T[:128, :96]
-        found = kernels.quantize_columns(x.to(device), format=format, **on_device)
-        assert_same_bits(found, oracle.quantize_columns(x, format=format, **experts))
+        found = kernels.quantize_columns(wide.to(device).T[:128, :96], format=format, **on_device)
+        assert_same_bits(found, oracle.quantize_columns(wide.T[:128, :96], format=format, **experts))
+
+
+@pytest.mark.parametrize("width", [32, 96, 160, 544, 2880, 7168])
+def test_tiles_lie_in_one_expert_and_fill_atoms(width):
+    for op in ("quantize_rows", "quantize_columns", "quantize_weights"):
+        config = pick_config(op, width)
+        assert ROW_ALIGNMENT % config.block_r == 0
+        for format in FORMATS if op != "quantize_columns" else ():
+            assert config.block_c % (SCALE_ATOM[1] * format.block) == 0
 
 
 @EACH_FORMAT

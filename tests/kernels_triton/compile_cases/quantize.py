@@ -4,7 +4,8 @@ from tests.compile_check import Case
 
 from dist_moe import formats
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
-from dist_moe.kernels_triton.quantize import _format_options, pick_config
+from dist_moe.kernels_triton._scaled import format_options
+from dist_moe.kernels_triton.quantize import pick_config
 
 CONVERSIONS = {MXFP8_E4M3: ("cvt.rn.satfinite.e4m3x2.f32",), MXFP8_E5M2: ("cvt.rn.satfinite.e5m2x2.f32",)}
 INEXACT = ("fma.rn.f32", ".ftz", "div.approx", "div.full", "rcp.approx", "ex2.approx")
@@ -38,7 +39,7 @@ def rows(name: str, format, x: str, blocked: bool, num_experts: int = 0, width: 
             "x_stride_c": 1,
             **({} if format.two_level else {"outer_inv_ptr": None}),
             **({} if experts else {"row_start_ptr": None, "num_rows_ptr": None}),
-            **_format_options(format),
+            **format_options(format),
             "VALUES_PER_BYTE": format.values_per_byte,
             "TWO_LEVEL": format.two_level,
             "EPS": formats.ROW_EPS,
@@ -68,7 +69,7 @@ COLUMNS = tuple(
         },
         {
             "x_stride_c": 1,
-            **_format_options(format),
+            **format_options(format),
             "BLOCKED": blocked,
             "BLOCK_L": 128,
             **sizes("quantize_columns"),
@@ -99,7 +100,7 @@ WEIGHTS = tuple(
             "stride_k": 1,
             **({} if square else {"transposed_scales_ptr": None}),
             **({} if format.two_level else {"amax_ptr": None, "outer_ptr": None, "outer_inv_ptr": None}),
-            **_format_options(format),
+            **format_options(format),
             "VALUES_PER_BYTE": format.values_per_byte,
             "TWO_LEVEL": format.two_level,
             "EPS": formats.WEIGHT_EPS,
