@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import formats, registry
 from .config import DIM_MULTIPLE, BlockScaledConfig, BlockScaledFormat, Config, as_bool
-from .quantized import QuantizedWeights, empty_weights
+from .quantized import QuantizedWeights, empty_weights, weights_layout
 from .reference_formats import dequantize_weights
 
 _OWNED = ("fprop_data", "fprop_scale", "dgrad_data", "dgrad_scale", "global_scale", "global_scale_inv")
@@ -187,8 +187,8 @@ def _(weight):
 def _fill_prepared_weight(weight: Tensor, outputs: list[Tensor], format: str, square: bool) -> None:
     """outputs: those of QuantizedWeights that the format has, in order."""
     record, given = formats.by_name(format), iter(outputs)
-    wanted = empty_weights(*weight.shape, record, square, torch.device("meta"))
-    _quantize(weight, record, square, QuantizedWeights(*(None if w is None else next(given) for w in wanted)))
+    layout = weights_layout(*weight.shape, record, square)
+    _quantize(weight, record, square, QuantizedWeights(*(None if want is None else next(given) for want in layout)))
 
 
 @_fill_prepared_weight.register_fake

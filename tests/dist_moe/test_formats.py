@@ -47,7 +47,7 @@ def test_itemsizes_and_blocks():
 @pytest.mark.parametrize(
     "rows, padded", [(0, 0), (1, 128), (7, 128), (8, 128), (9, 128), (127, 128), (128, 128), (129, 256)]
 )
-def test_H20_groups_of_any_size_are_padded_by_one_constant(rows, padded):
+def test_groups_of_any_size_are_padded_by_one_constant(rows, padded):
     assert padded_scales(rows, 4)[0] == padded
     assert planner.ROW_ALIGNMENT is ROW_ALIGNMENT and SCALE_ATOM[0] == ROW_ALIGNMENT
     assert planner.SCALE_ATOM is SCALE_ATOM and planner.by_name is by_name
@@ -55,7 +55,7 @@ def test_H20_groups_of_any_size_are_padded_by_one_constant(rows, padded):
 
 @pytest.mark.parametrize("width", [32, 96, 160, 2880, 7168])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_H23_wire_rows_are_whole_16_byte_accesses(format, width):
+def test_wire_rows_are_whole_16_byte_accesses(format, width):
     values_end, scales_end, outer_end = packed_row_parts(format, width)
     assert packed_row_bytes(format, width) % 16 == 0 and 0 <= packed_row_bytes(format, width) - outer_end < 16
     assert values_end * format.values_per_byte == width and (scales_end - values_end) * format.block == width

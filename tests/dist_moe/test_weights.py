@@ -179,7 +179,7 @@ def test_the_shapes_of_inference(device):
     assert torch.equal(nvfp4.global_scale_inv, torch.reciprocal(nvfp4.global_scale))
 
 
-@pytest.mark.parametrize("D, F", [(256, 128), (96, 160)], ids=["whole atoms", "H22 padded ones"])
+@pytest.mark.parametrize("D, F", [(256, 128), (96, 160)], ids=["whole atoms", "padded atoms"])
 @EACH_KIND
 def test_bytes_are_those_of_the_plan(config, inference, D, F, device):
     plan = Config(4, D, F, 1, 3, 1, block_scaled=config, inference=inference or config is NVFP4)
@@ -207,7 +207,7 @@ def test_out_is_refilled_in_place_and_returned(config, inference, device):
 
 
 @EACH_KIND
-def test_H29_an_expert_of_zeros(config, inference, device):
+def test_an_expert_of_zeros(config, inference, device):
     source = random_weight(device)
     source[1] = 0
     back = prepare_block_scaled_weight(source, config, inference=inference).dequantize()
@@ -215,7 +215,7 @@ def test_H29_an_expert_of_zeros(config, inference, device):
 
 
 @EACH_KIND
-def test_H30_nan_in_a_weight_is_not_lost(config, inference, device):
+def test_nan_in_a_weight_is_not_lost(config, inference, device):
     source = random_weight(device)
     source[1, 5, 7] = float("nan")
     broken = prepare_block_scaled_weight(source, config, inference=inference).dequantize().isnan()
@@ -224,16 +224,16 @@ def test_H30_nan_in_a_weight_is_not_lost(config, inference, device):
     assert broken.sum() == num_broken  # its block, or in NVFP4 its expert
 
 
-# H34: used without having been filled
+# Used without having been filled
 
 
-def test_H34_never_filled():
+def test_used_before_it_was_ever_filled():
     for use in (PreparedWeight.require_filled, PreparedWeight.dequantize, PreparedWeight.state_dict):
         with pytest.raises(RuntimeError, match=r"never filled; call prepare_block_scaled_weight\(weight, config, out="):
             use(prepared())
 
 
-def test_H34_a_fill_that_failed_leaves_it_unfilled(device, monkeypatch):
+def test_a_fill_that_failed_leaves_it_unfilled(device, monkeypatch):
     weight = prepare_block_scaled_weight(source := random_weight(device), MXFP8)
     monkeypatch.setattr("dist_moe.weights._quantize", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -243,7 +243,7 @@ def test_H34_a_fill_that_failed_leaves_it_unfilled(device, monkeypatch):
 
 
 @EACH_KIND
-def test_H34_storages_that_were_freed_and_came_back(config, inference, device):
+def test_used_with_freed_storages_then_refilled(config, inference, device):
     weight = prepare_block_scaled_weight(source := random_weight(device), config, inference=inference)
     want = weight.dequantize()
     sizes = [t.untyped_storage().nbytes() for t in weight.storage_tensors()]
@@ -259,14 +259,14 @@ def test_H34_storages_that_were_freed_and_came_back(config, inference, device):
     assert torch.equal(weight.dequantize(), want)
 
 
-def test_H34_storages_that_moved(device):
+def test_used_with_storages_that_moved(device):
     weight = prepare_block_scaled_weight(random_weight(device), MXFP8)
     weight.fprop_scale.set_(torch.zeros_like(weight.fprop_scale))
     with pytest.raises(RuntimeError, match="freed or replaced"):
         weight.require_filled()
 
 
-def test_H34_a_source_that_was_changed_is_stale(device):
+def test_a_source_that_was_changed_is_stale(device):
     source = torch.nn.Parameter(random_weight(device))
     weight = prepare_block_scaled_weight(source, MXFP8)
     weight.require_filled()

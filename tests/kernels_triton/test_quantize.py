@@ -99,7 +99,7 @@ def test_halfway_values_and_their_neighbours_equal_the_oracle(format, device):
 @pytest.mark.parametrize(
     "counts, blocked", [([0, 1, 129], True), ([7], False), ([0, 0], True)], ids=["blocked", "natural", "no rows"]
 )
-def test_H33_rows_of_experts_and_their_padding_equal_the_oracle(format, counts, blocked, device):
+def test_rows_of_experts_and_their_padding_equal_the_oracle(format, counts, blocked, device):
     """What lies between experts is NaN; scales that padding adds are written, what comes after the last is not."""
     x, start_P, num_rows_L = expert_rows(counts, 96)
     results = []
@@ -123,7 +123,7 @@ def test_H33_rows_of_experts_and_their_padding_equal_the_oracle(format, counts, 
         pytest.param(160, torch.float32, True, id="160 blocked, two rows of atoms"),
     ],
 )
-def test_H35_columns_of_experts_equal_the_oracle(format, C, dtype, blocked, device):
+def test_columns_of_experts_equal_the_oracle(format, C, dtype, blocked, device):
     x, start_P, num_rows_L = expert_rows([0, 1, 0, 129], C, dtype)
     x[0, 5], x[140, 7], x[200, 9] = NAN, INF, -INF
     x[131:180, 11] = 0
@@ -142,7 +142,7 @@ def test_H35_columns_of_experts_equal_the_oracle(format, C, dtype, blocked, devi
 @pytest.mark.parametrize("N, K, dtype", [(32, 96, torch.float32), (160, 160, torch.bfloat16)], ids=["32x96", "160x160"])
 def test_weights_equal_the_oracle(format, N, K, dtype, device):
     w = torch.randn(3, N, K) * torch.exp2(torch.randint(-20, 20, (3, N, 1)).float())
-    w[1] = 0  # H29: an expert
+    w[1] = 0  # an expert of zeros
     w[2, 3, 7], w[2, 9, 40] = NAN, INF
     w = w.to(dtype)
     assert_same_bits(kernels.quantize_weights(w.to(device), format=format), oracle.quantize_weights(w, format=format))
@@ -170,7 +170,7 @@ def test_wire_rows_equal_the_oracle(format, D, device):
 
 
 @EACH_FORMAT
-def test_H24_strided_sources_and_outputs(format, device):
+def test_strided_sources_and_outputs(format, device):
     def views(wide):
         return wide[:, 8:104], wide[::2, ::2][:, :96], wide.T[:96, :96]
 
@@ -197,7 +197,7 @@ def test_tiles_lie_in_one_expert_and_fill_atoms(width):
 
 
 @EACH_FORMAT
-def test_H23_outputs_with_another_pitch_and_guards_round_them(format, device):
+def test_outputs_with_another_pitch_and_guards_round_them(format, device):
     x = torch.randn(9, 96).bfloat16().to(device)
     want = oracle.quantize_rows(x.cpu(), format=format)
     V, S = want.values.shape[1], want.scales.shape[1]
@@ -223,7 +223,7 @@ def test_equal_bits_for_any_tile_and_number_of_programs(format, device):
         assert_same_bits(kernels.quantize_rows(x, format=format, **more), first)
 
 
-def test_H20_groups_of_0_1_7_8_9_127_128_and_129_rows(device):
+def test_groups_of_0_1_7_8_9_127_128_and_129_rows(device):
     counts = [0, 1, 7, 8, 9, 127, 128, 129]
     x, start_P, num_rows_L = expert_rows(counts, 32)
     results = []
@@ -278,9 +278,10 @@ def test_refusals(device):
     x = torch.zeros(128, 64, device=device)
     with pytest.raises(TypeError, match="quantize_rows: x_RC must be bfloat16 or float32, got"):
         kernels.quantize_rows(x.half(), format=NVFP4)
-    with pytest.raises(ValueError, match="quantize_rows: x_RC must have 2 dimensions that end in multiple of 32"):
+    with pytest.raises(ValueError, match="quantize_rows: x_RC must have 2 dimensions, the last a multiple of 32"):
         kernels.quantize_rows(x[:, :48], format=NVFP4)
-    experts = {"row_start_P": torch.tensor([0, 128]).int(), "num_rows_L": torch.tensor([2]).int()}
+    experts = {"row_start_P": torch.tensor([0, 128]), "num_rows_L": torch.tensor([2])}
+    experts = {name: value.int().to(device) for name, value in experts.items()}
     with pytest.raises(ValueError, match="quantize_columns: mxfp4 has two values of a row in a byte"):
         kernels.quantize_columns(x, format=MXFP4, **experts)
     with pytest.raises(ValueError, match="quantize_weights: nvfp4 has two values of a row"):
@@ -289,6 +290,8 @@ def test_refusals(device):
     strided = out._replace(scales=torch.empty(128, 8, dtype=out.scales.dtype, device=device)[:, :4])
     with pytest.raises(ValueError, match="blocked order must be contiguous"):
         kernels.quantize_rows(x, format=MXFP8_E4M3, blocked=True, out=strided)
+    with pytest.raises(ValueError, match=r"out\.values must be on the device of the source, .*, got meta"):
+        kernels.quantize_rows(x, format=MXFP8_E4M3, blocked=True, out=out._replace(values=out.values.to("meta")))
     with pytest.raises(ValueError, match="pack_rows: out_TB must be contiguous uint8"):
         kernels.pack_rows(x, format=NVFP4, out_TB=x)
 
@@ -338,11 +341,12 @@ def test_a_million_blocks_of_columns(format, blocked, device):
 
 
 @pytest.mark.gpu
-@EACH_FORMAT
-@pytest.mark.parametrize("square", [False, True], ids=["along K", "square"])
+@pytest.mark.parametrize(
+    "format, square",
+    [*((format, False) for format in FORMATS), *((format, True) for format in FP8)],
+    ids=lambda v: v.name if hasattr(v, "name") else ("square" if v else "along K"),
+)
 def test_a_million_blocks_of_weights(format, square, device):
-    if square and format not in FP8:
-        square = False
     w = torch.randn(8, 2880, 1440, device=device).bfloat16()
     w[3] = 0
     found = kernels.quantize_weights(w, format=format, square=square)
