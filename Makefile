@@ -42,7 +42,7 @@ use-active:
 	  sys.exit(not os.path.samefile(os.path.dirname(k.__file__), "kernels_triton"))' 2>/dev/null || \
 	  $(PY) -m pip install --no-deps --no-build-isolation -e . || $(PY) -m pip install --no-deps -e .
 	@missing=$$($(PY) -c 'from importlib.util import find_spec; \
-	  names = ("typer", "rich", "matplotlib", "numpy", "pytest", "pytest-timeout", "hypothesis"); \
+	  names = ("typer", "rich", "matplotlib", "numpy", "ml_dtypes", "pytest", "pytest-timeout", "hypothesis"); \
 	  print(*(name for name in names if find_spec(name.replace("-", "_")) is None))'); \
 	  test -z "$$missing" || $(PY) -m pip install $$missing
 

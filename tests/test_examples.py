@@ -27,7 +27,7 @@ def torchrun(name: str, *flags: str) -> str:
 
 def test_every_example_says_how_to_run_it():
     programs = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
-    assert programs == sorted([*DISTRIBUTED, "plan_memory"])
+    assert programs == sorted([*DISTRIBUTED, "plan_memory", "quantize"])
     for name in programs:
         text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert f"examples/{name}.py" in text.split("Run: ")[1]
@@ -46,3 +46,8 @@ def test_on_two_gpus(name):
 
 def test_plan_memory():
     assert "device scratch" in run("examples/plan_memory.py")
+
+
+def test_quantize():
+    text = run("examples/quantize.py")
+    assert "nvfp4" in text and "source was changed" in text and "refilled" in text

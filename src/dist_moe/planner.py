@@ -29,32 +29,23 @@ the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in p
 
 import logging
 import math
-from typing import NamedTuple
 
 import torch
 
-from . import shapes, vmm
-from .config import BlockScaledFormat, Config, as_int
+from . import formats, shapes, vmm
+from .config import Config, as_int
+from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, by_name, padded_scales
 from .memory_plan import MemoryPlan
 from .shapes import align
 
 logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 128  # bytes; slots and what a layer saves in them
-ROW_ALIGNMENT = 128  # rows; of an expert's first row in block-scaled modes, so that no block or atom holds two experts
-SCALE_ATOM = (128, 4)  # rows and columns of scales that lie together in 512 bytes
 DEDUP_MIN_ROUTES = (3, 2)  # as a fraction: mean routes of an arriving (token, rank) pair from which de-duplication pays
 
 
-class Packing(NamedTuple):
-    """Bytes of a block-scaled format."""
-
-    values_per_byte: int
-    block: int  # values of one scale, a byte
-    outer_scale_bytes: int  # of the FP32 scale over a row of activations, or over an expert's weight
-
-
-PACKINGS = {BlockScaledFormat.MXFP8_E4M3: Packing(1, 32, 0), BlockScaledFormat.NVFP4: Packing(2, 16, 4)}
+def _format(config: Config) -> Format:
+    return by_name(config.block_scaled.format)
 
 
 def capacity_rows(config: Config, ep_size: int, factor: float) -> int:
@@ -82,14 +73,14 @@ def row_pitches(config: Config) -> dict[str, int]:
 
 
 def _row_bundle_bytes(config: Config, rows: int, width: int) -> int:
-    packing = PACKINGS[config.block_scaled.format]
-    scales = align(width // packing.block, SCALE_ATOM[1]) + packing.outer_scale_bytes
-    return _region_bytes(rows, width // packing.values_per_byte) + rows * scales
+    format = _format(config)
+    scales = align(width // format.block, SCALE_ATOM[1]) + format.outer_scale_bytes
+    return _region_bytes(rows, width // format.values_per_byte) + rows * scales
 
 
 def _column_bundle_bytes(config: Config, rows: int, width: int) -> int:
-    packing = PACKINGS[config.block_scaled.format]
-    return _region_bytes(rows, width // packing.values_per_byte) + rows // packing.block * width
+    format = _format(config)
+    return _region_bytes(rows, width // format.values_per_byte) + rows // format.block * width
 
 
 def _whole(num_bytes: int) -> int:
@@ -201,9 +192,7 @@ def dedup(config: Config, ep_size: int) -> bool:
 
 def packed_row_bytes(config: Config) -> int:
     """A token as block-scaled inference sends it: values, scales, the scale of the row, padded to 16 bytes."""
-    packing = PACKINGS[config.block_scaled.format]
-    values = config.hidden_dim // packing.values_per_byte
-    return align(values + config.hidden_dim // packing.block + packing.outer_scale_bytes, 16)
+    return formats.packed_row_bytes(_format(config), config.hidden_dim)
 
 
 def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -246,16 +235,16 @@ def prepared_weight_bytes(config: Config, ep_size: int) -> dict[str, int]:
     """Bytes of one layer's quantised weights on a rank, values and scales; nothing in bf16."""
     if config.block_scaled is None:
         return {}
-    packing, num_experts = PACKINGS[config.block_scaled.format], config.num_experts // ep_size
+    format, num_experts = _format(config), config.num_experts // ep_size
 
     def scales(rows: int, columns: int) -> int:
-        return align(rows, SCALE_ATOM[0]) * align(columns // packing.block, SCALE_ATOM[1])
+        return math.prod(padded_scales(rows, columns // format.block))
 
     sizes = {}
     for name, (rows, columns) in _weight_shapes(config).items():
         num_scales = scales(rows, columns) + (0 if config.inference else scales(columns, rows))
-        outer = 2 * packing.outer_scale_bytes  # and its inverse
-        sizes[f"{name}_values"] = num_experts * rows * columns // packing.values_per_byte
+        outer = 2 * format.outer_scale_bytes  # and its inverse
+        sizes[f"{name}_values"] = num_experts * rows * columns // format.values_per_byte
         sizes[f"{name}_scales"] = num_experts * (num_scales + outer)
     return sizes
 

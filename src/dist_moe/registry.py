@@ -100,12 +100,21 @@ _TRITON_FILES = {
     "collect_score_grads": "combine",
     "finish": "finish",
 }
+# What block-scaled execution needs beside them; a bf16 Context asks for none of these.
+_FORMAT_FILES = {
+    "quantize_rows": "quantize",
+    "quantize_columns": "quantize",
+    "quantize_weights": "quantize",
+    "pack_rows": "quantize",
+}
+_FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
-    *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _TRITON_FILES.items()),
-    *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _TRITON_FILES),
+    *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
+    *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),
 )
-OPS = tuple(_TRITON_FILES)
+OPS = tuple(_TRITON_FILES)  # those that a bf16 Context resolves
+FORMAT_OPS = tuple(_FORMAT_FILES)
 BACKENDS = ("triton", "reference")  # those that have every op can be named
 
 
@@ -127,7 +136,7 @@ def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[
     """
     rows = [impl for impl in IMPLS if impl.op == op]
     if not rows:
-        raise ValueError(f"unknown op {op!r}; known are {', '.join(OPS)}")
+        raise ValueError(f"unknown op {op!r}; known are {', '.join(OPS + FORMAT_OPS)}")
     reasons = []
     for impl in rows:
         if backend is not None and impl.backend != backend:
@@ -140,8 +149,14 @@ def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[
     raise RuntimeError(f"{op} cannot run on {call.device} with {asked}:\n  " + "\n  ".join(reasons))
 
 
+def function(impl: Impl) -> Callable:
+    """What the row names; its module is imported now."""
+    module, name = impl.where.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace:
-    """Every op as a function, by name, and `backends`: op -> the backend that was chosen.
+    """Every op of a bf16 Context as a function, by name, and `backends`: op -> the backend that was chosen.
 
     Raises: as choose; RuntimeError for a torch that is too old.
     """
@@ -151,8 +166,7 @@ def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace
     ops, backends = {}, {}
     for op in OPS:
         impl, _ = choose(op, call, backend)
-        module, function = impl.where.split(":")
-        ops[op] = getattr(importlib.import_module(module), function)
+        ops[op] = function(impl)
         backends[op] = impl.backend
     return SimpleNamespace(**ops, backends=backends)
 

@@ -1,22 +1,42 @@
 """Expert weights quantised once, ahead of the calls that use them.
 
-Block-scaled arithmetic is not in this release: the inputs are checked as they will be, then NotImplementedError.
+They can be prepared, refilled, read back and saved; products of block-scaled operands are not in this release.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from . import formats, registry
 from .config import DIM_MULTIPLE, BlockScaledConfig, BlockScaledFormat, Config, as_bool
+from .quantized import QuantizedWeights, empty_weights, weights_layout
+from .reference_formats import dequantize_weights
+
+_OWNED = ("fprop_data", "fprop_scale", "dgrad_data", "dgrad_scale", "global_scale", "global_scale_inv")
+_SAVED = tuple(name for name in _OWNED if name != "dgrad_data")  # dgrad_data is fprop_data
+
+
+class _Filled(NamedTuple):
+    """What was so when the tensors were filled, and has to be so when they are used."""
+
+    source_version: int | None
+    addresses: tuple[int, ...]
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class PreparedWeight:
     """A quantised weight with its scales; made by prepare_block_scaled_weight() only.
 
-    source is the bf16 weight, where gradients land. fprop_* are the operand of the forward, dgrad_* that of the
-    gradient of x (None if prepared for inference), global_scale and its inverse belong to NVFP4 (None for MXFP8).
+    source is the bf16 weight [G, N, K], where gradients land. fprop_* are the operand of the forward, which sums over
+    K; dgrad_* that of the gradient of x, which sums over N (None if prepared for inference), dgrad_data being
+    fprop_data itself. Scales are in blocked order, each expert padded to whole atoms by itself. global_scale and its
+    inverse, FP32 [G], belong to NVFP4 (None for MXFP8).
+
+    Whoever uses it calls require_filled() first. What that cannot see: writes through source.data, and storages that
+    were freed and came back at the same address.
     """
 
     source: Tensor
@@ -36,26 +56,144 @@ class PreparedWeight:
 
         Storages are told apart by identity, not by address, so that the answer stands when they are resized to 0.
         """
-        owned = (
-            self.fprop_data,
-            self.fprop_scale,
-            self.dgrad_data,
-            self.dgrad_scale,
-            self.global_scale,
-            self.global_scale_inv,
-        )
         by_storage = {}
-        for tensor in owned:
+        for name in _OWNED:
+            tensor = getattr(self, name)
             if tensor is not None:
                 by_storage.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tuple(by_storage.values())
 
+    def require_filled(self) -> None:
+        """RuntimeError unless the tensors hold what source holds now: never filled, freed, moved, or source changed."""
+        if problem := self._problem():
+            raise RuntimeError(f"PreparedWeight: {problem}; call prepare_block_scaled_weight(weight, config, out=this)")
+
+    def _problem(self) -> str | None:
+        if self._filled is None:
+            return "it was never filled"
+        if _are_freed(self):
+            return "its storages were freed"
+        if _addresses(self) != self._filled.addresses:
+            return "its storages were freed or replaced since it was filled"
+        if _version(self.source) != self._filled.source_version:
+            return "its source was changed since it was prepared"
+        return None
+
+    def dequantize(self) -> Tensor:
+        """FP32 [G, N, K]: value * scale, which is exact, in NVFP4 * the inverse global scale, which rounds."""
+        self.require_filled()
+        return dequantize_weights(_quantized(self), format=formats.by_name(self.format))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, those that the format has; each once, not copied, without source."""
+        self.require_filled()
+        return self._tensors()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Fill the tensors with saved ones, in place. What is loaded is taken for the quantised source.
+
+        Raises:  ValueError for other names, shapes or dtypes, which is how another format or purpose shows, and for
+                 storages that were freed.
+        """
+        where, mine = "PreparedWeight.load_state_dict", self._tensors()
+        if set(state) != set(mine):
+            raise ValueError(f"{where}: the names must be {', '.join(mine)}, got {', '.join(state)}")
+        for name, tensor in mine.items():
+            found = state[name]
+            if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                wanted, got = (f"{t.dtype} {list(t.shape)}" for t in (tensor, found))
+                raise ValueError(f"{where}: {name} must be {wanted}, got {got}")
+        if _are_freed(self):
+            raise ValueError(f"{where}: the storages were freed; resize them back first")
+        for name, tensor in mine.items():
+            tensor.view(torch.uint8).copy_(state[name].view(torch.uint8))
+        _mark_filled(self)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name in _SAVED if (value := getattr(self, name)) is not None}
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_filled": self._problem() is None}
+
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy or a pickle: filled if the original was, at its own addresses."""
+        self.__dict__.update(state | {"_filled": None})
+        if state["_filled"]:
+            _mark_filled(self)
+
+
+def _version(source: Tensor) -> int | None:
+    """Counts what was written to it in place; tensors made in inference mode count nothing."""
+    return None if source.is_inference() else source._version
+
+
+def _are_freed(prepared: PreparedWeight) -> bool:
+    return any(tensor.numel() and tensor.untyped_storage().nbytes() == 0 for tensor in prepared.storage_tensors())
+
+
+def _addresses(prepared: PreparedWeight) -> tuple[int, ...]:
+    """Of the storages; 0 while a program is traced, when there is none."""
+    return tuple(0 if isinstance(t, FakeTensor) else t.data_ptr() for t in prepared.storage_tensors())
+
+
+def _mark_filled(prepared: PreparedWeight) -> None:
+    object.__setattr__(prepared, "_filled", _Filled(_version(prepared.source), _addresses(prepared)))
+
 
 def _make_prepared(**values) -> PreparedWeight:
+    """One whose tensors count as not filled."""
     prepared = object.__new__(PreparedWeight)
     for name in PreparedWeight.__dataclass_fields__:
         object.__setattr__(prepared, name, values[name])
+    object.__setattr__(prepared, "_filled", None)
     return prepared
+
+
+def _quantized(prepared: PreparedWeight) -> QuantizedWeights:
+    return QuantizedWeights(
+        prepared.fprop_data,
+        prepared.fprop_scale,
+        prepared.dgrad_scale,
+        prepared.global_scale,
+        prepared.global_scale_inv,
+    )
+
+
+# ---- ops: opaque to tracing ----------------------------------------------------------------------------------------
+
+
+def _quantize(weight: Tensor, format: formats.Format, square: bool, out: QuantizedWeights) -> None:
+    """By Triton where it runs: a GPU, or a CPU that interprets; else by the oracle on a CPU."""
+    call = registry.call_of(registry.default_device(weight.device), None)
+    impl, _ = registry.choose("quantize_weights", call)
+    with torch.cuda.device_of(weight):
+        registry.function(impl)(weight, format=format, square=square, out=out)
+
+
+@torch.library.custom_op("dist_moe::prepare_mxfp8_weight", mutates_args=())
+def _prepare_mxfp8_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales for the forward, scales for the gradient of x."""
+    out = empty_weights(*weight.shape, formats.MXFP8_E4M3, True, weight.device)
+    _quantize(weight, formats.MXFP8_E4M3, True, out)
+    return out.values, out.scales, out.transposed_scales
+
+
+@_prepare_mxfp8_weight.register_fake
+def _(weight):
+    return empty_weights(*weight.shape, formats.MXFP8_E4M3, True, weight.device)[:3]
+
+
+@torch.library.custom_op("dist_moe::fill_prepared_weight", mutates_args=("outputs",))
+def _fill_prepared_weight(weight: Tensor, outputs: list[Tensor], format: str, square: bool) -> None:
+    """outputs: those of QuantizedWeights that the format has, in order."""
+    record, given = formats.by_name(format), iter(outputs)
+    layout = weights_layout(*weight.shape, record, square)
+    _quantize(weight, record, square, QuantizedWeights(*(None if want is None else next(given) for want in layout)))
+
+
+@_fill_prepared_weight.register_fake
+def _(weight, outputs, format, square):
+    return None
 
 
 def prepare_block_scaled_weight(
@@ -67,21 +205,55 @@ def prepare_block_scaled_weight(
 ) -> PreparedWeight:
     """Quantise expert weights into the operands of block-scaled execution. Not differentiable, not collective.
 
-    Args:    weight: bf16 [G, N, K], contiguous: W13 as [L, 2F, D] or W2 as [L, D, F].
+    Args:    weight: bf16 [G, N, K], contiguous: W13 as [L, 2F, D] or W2 as [L, D, F]; on a GPU, or on the CPU.
              config: the block-scaled configuration, or a Config that has one.
-             inference: MXFP8 only: 1x32 blocks and no operand for backward; NVFP4 is always for inference.
-             out: a weight prepared for MXFP8 training, whose storages are overwritten.
-    Raises:  TypeError, ValueError; NotImplementedError for everything that passes the checks, in this release.
+             inference: MXFP8 only: 1x32 blocks and no operand for backward; NVFP4 is always for inference. Without it
+             MXFP8 has 32x32 blocks, whose values differ.
+             out: a weight prepared for the same purpose from one of this shape. Its tensors are overwritten where they
+             lie, weight becomes its source, and it is returned.
+    Returns: fprop_data e4m3 [G, N, K], or two e2m1 values a byte, [G, N, K / 2] float4_e2m1fn_x2;
+             fprop_scale [G * align(N, 128), align(K / block, 4)] and dgrad_scale [G * align(K, 128), align(N / 32, 4)]
+             in blocked order, e8m0 for blocks of 32 or e4m3 for 16; FP32 [G] global_scale and its reciprocal.
+    Raises:  TypeError, ValueError; RuntimeError when no backend runs.
     """
     format = _check_format(config)
     _check_weight(weight)
     as_bool("prepare_block_scaled_weight", "inference", inference)
+    square = format is BlockScaledFormat.MXFP8_E4M3 and not inference
     if out is not None:
-        _check_out(out, weight, format, inference)
-    raise NotImplementedError(
-        f"prepare_block_scaled_weight: block-scaled weights ({format}) are not in this release; "
-        "pass the bf16 weights to routed_experts"
+        _check_out(out, weight, format, square)
+        object.__setattr__(out, "_filled", None)
+        object.__setattr__(out, "source", weight)
+        _fill(out, square)
+        return out
+    if square:
+        with torch.no_grad():
+            data, fprop_scale, dgrad_scale = torch.ops.dist_moe.prepare_mxfp8_weight(weight)
+        found = QuantizedWeights(data, fprop_scale, dgrad_scale, None, None)
+    else:
+        found = empty_weights(*weight.shape, formats.by_name(format), square, weight.device)
+    prepared = _make_prepared(
+        source=weight,
+        format=format,
+        fprop_data=found.values,
+        fprop_scale=found.scales,
+        dgrad_data=found.values if square else None,
+        dgrad_scale=found.transposed_scales,
+        global_scale=found.outer_G,
+        global_scale_inv=found.outer_inv_G,
     )
+    if square:
+        _mark_filled(prepared)
+    else:
+        _fill(prepared, square)
+    return prepared
+
+
+def _fill(prepared: PreparedWeight, square: bool) -> None:
+    outputs = [tensor for tensor in _quantized(prepared) if tensor is not None]
+    with torch.no_grad():
+        torch.ops.dist_moe.fill_prepared_weight(prepared.source, outputs, str(prepared.format), square)
+    _mark_filled(prepared)
 
 
 def _check_format(config: BlockScaledConfig | Config) -> BlockScaledFormat:
@@ -109,19 +281,21 @@ def _check_weight(weight: Tensor) -> None:
         raise ValueError(f"{where} must have rows and columns a multiple of {DIM_MULTIPLE}, got {list(weight.shape)}")
 
 
-def _check_out(out: PreparedWeight, weight: Tensor, format: BlockScaledFormat, inference: bool) -> None:
+def _check_out(out: PreparedWeight, weight: Tensor, format: BlockScaledFormat, square: bool) -> None:
     where = "prepare_block_scaled_weight: out"
     if not isinstance(out, PreparedWeight):
         raise TypeError(f"{where} must be a PreparedWeight, got {type(out).__name__}")
-    if format is not BlockScaledFormat.MXFP8_E4M3 or inference:
-        purpose = "inference" if inference else "training"
-        raise ValueError(f"{where} refills MXFP8 weights of training only, got {format} for {purpose}; leave it None")
     if out.format is not format:
         raise ValueError(f"{where} must hold {format}, got {out.format}")
-    if out.dgrad_data is None or out.dgrad_scale is None:
-        raise ValueError(f"{where} must hold a dgrad operand, got a weight prepared for inference")
+    if (out.dgrad_scale is not None) != square:
+        wanted, found = ("training", "inference") if square else ("inference", "training")
+        raise ValueError(f"{where} must be prepared for {wanted}, got one prepared for {found}; change inference")
     if out.source.shape != weight.shape or out.source.dtype is not weight.dtype:
         raise ValueError(
             f"{where} must come from a weight like this one, {list(weight.shape)} {weight.dtype}, "
             f"got {list(out.source.shape)} {out.source.dtype}"
         )
+    if out.fprop_data.device != weight.device:
+        raise ValueError(f"{where} must be on the device of the weight, {weight.device}, got {out.fprop_data.device}")
+    if _are_freed(out):
+        raise ValueError(f"{where} must have its storages, some are of 0 bytes; resize them back first")

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from dist_moe import Config, explain, reference
-from dist_moe.registry import BACKENDS, IMPLS, OPS, Call, choose, default_device, needs_triton, resolve
+from dist_moe.registry import (
+    BACKENDS,
+    FORMAT_OPS,
+    IMPLS,
+    OPS,
+    Call,
+    choose,
+    default_device,
+    function,
+    needs_triton,
+    resolve,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -20,7 +31,15 @@ def call(device=CPU, capability=None, interpreting=False, by_name=False) -> Call
 
 def test_every_op_has_one_row_a_backend():
     found = sorted((impl.op, impl.backend) for impl in IMPLS if impl.backend in BACKENDS)
-    assert found == sorted((op, b) for op in OPS for b in BACKENDS)
+    assert found == sorted((op, b) for op in OPS + FORMAT_OPS for b in BACKENDS)
+
+
+def test_a_bf16_context_resolves_and_explains_no_op_of_the_formats():
+    assert not set(OPS) & set(FORMAT_OPS)
+    ops, text = resolve(CPU, "reference"), explain(CONFIG, 2, device="cpu", backend="reference")
+    assert not any(hasattr(ops, op) or op in text for op in FORMAT_OPS)
+    impl, _ = choose("quantize_weights", call(), None)
+    assert function(impl) is reference.quantize_weights
 
 
 def test_weight_gradients_on_hopper_run_in_gluon():

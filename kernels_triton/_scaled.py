@@ -1,0 +1,136 @@
+"""Values and scales of the block-scaled formats on the device: what every kernel that quantises shares.
+
+Magnitudes are compared as the integers of their bits, so that a NaN is the largest of all. Scales are made by integer
+arithmetic; e4m3 and e5m2 values by the conversion of sm_89 and later, which rounds to nearest even, and e2m1 values by
+comparisons. reference_formats has the exact formulas. Launch with enable_fp_fusion=False: every product is rounded.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dist_moe import formats
+from dist_moe.formats import Format
+
+E8M0_NAN = tl.constexpr(formats.E8M0_NAN)
+E4M3_NAN = tl.constexpr(formats.MXFP8_E4M3.nan_code)
+E4M3_LARGEST = tl.constexpr(formats.MXFP8_E4M3.largest)
+BLOCK_SCALE_FLOOR = tl.constexpr(formats.BLOCK_SCALE_FLOOR)
+OUTER_RANGE = tl.constexpr(formats.OUTER_RANGE)
+ATOM_R = tl.constexpr(formats.SCALE_ATOM[0])
+ATOM_C = tl.constexpr(formats.SCALE_ATOM[1])
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FC00000)
+
+_ELEMENTS = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float4_e2m1fn_x2: "e2m1",
+}
+
+
+def format_options(format: Format) -> dict:
+    return {
+        "ELEMENT": _ELEMENTS[format.value_dtype],
+        "NAN_CODE": format.nan_code,
+        "BLOCK": format.block,
+        "RECIPROCAL": format.reciprocal_of_largest,
+    }
+
+
+@triton.jit
+def bits_of(v):
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def fp32_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_codes(v):
+    """Codes of FP32 values: 0 0.5 1 1.5 2 3 4 6 and, from 8 on, their negatives; ties to even, NaN -> 7.
+
+    Example: 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), 3.5 -> 6 (4.0), 5.0 -> 6, -7 -> 15 (-6).
+    """
+    bits = bits_of(v)
+    magnitude = bits & MAGNITUDE
+    code = (magnitude > 0x3E800000).to(tl.int32)  # 0.25, which is between 0 and 0.5
+    code += (magnitude >= 0x3F400000).to(tl.int32)  # 0.75
+    code += (magnitude > 0x3FA00000).to(tl.int32)  # 1.25
+    code += (magnitude >= 0x3FE00000).to(tl.int32)  # 1.75
+    code += (magnitude > 0x40200000).to(tl.int32)  # 2.5
+    code += (magnitude >= 0x40600000).to(tl.int32)  # 3.5
+    code += (magnitude > 0x40A00000).to(tl.int32)  # 5
+    sign = tl.where(magnitude > INFINITY, 0, (bits >> 28) & 8)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def value_codes(v, ELEMENT: tl.constexpr):
+    """Codes (uint8) of FP32 values that are at most the largest of the format, but for NaN in e2m1."""
+    if ELEMENT == "e4m3":
+        codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif ELEMENT == "e5m2":
+        codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        tl.static_assert(ELEMENT == "e2m1")
+        codes = e2m1_codes(v)
+    return codes
+
+
+@triton.jit
+def block_scales(amax, outer, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr):
+    """Codes (uint8) of the scales of blocks whose amax has these bits, and what their values are multiplied by.
+
+    Example: amax 960 in e4m3: m = 2.14 is rounded up to 4, code 129, values are multiplied by 0.25.
+    """
+    if TWO_LEVEL:
+        scale = fp32_of(amax) * outer * RECIPROCAL
+        scale = tl.where(scale < BLOCK_SCALE_FLOOR, BLOCK_SCALE_FLOOR, scale)
+        scale = tl.where(scale > E4M3_LARGEST, E4M3_LARGEST, scale)
+        rounded = scale.to(tl.float8e4nv)
+        is_nan = (bits_of(scale) & MAGNITUDE) > INFINITY
+        codes = tl.where(is_nan, E4M3_NAN, rounded.to(tl.uint8, bitcast=True).to(tl.int32))
+        factor = tl.where(
+            is_nan, fp32_of(tl.full(codes.shape, NAN, tl.int32)), tl.div_rn(outer, rounded.to(tl.float32))
+        )
+    else:
+        m = bits_of(fp32_of(amax) * RECIPROCAL)
+        codes = tl.where(m <= 0x400000, 0, (m + 0x7FFFFF) >> 23)  # up to 2^-127, subnormal, is code 0
+        codes = tl.where(amax >= INFINITY, E8M0_NAN, codes)
+        factor = fp32_of(tl.where(amax >= INFINITY, NAN, (254 - codes) << 23))
+    return codes.to(tl.uint8), factor
+
+
+@triton.jit
+def outer_scale(amax, EPS: tl.constexpr):
+    """The FP32 scale over a row or an expert whose largest magnitude has bits amax; NaN stays, as the one NaN."""
+    value = fp32_of(amax)
+    value = tl.where(value < EPS, EPS, value)
+    return one_nan(tl.div_rn(1.0, value) * OUTER_RANGE)
+
+
+@triton.jit
+def one_nan(v):
+    """Any NaN as the same bits: which ones an operation makes depends on the machine."""
+    return fp32_of(tl.where((bits_of(v) & MAGNITUDE) > INFINITY, NAN, bits_of(v)))
+
+
+@triton.jit
+def pack_pairs(codes, R: tl.constexpr, C: tl.constexpr):
+    """[R, C] codes of four bits -> [R, C / 2] bytes, the even index in the low half."""
+    low, high = tl.split(tl.reshape(codes, (R, C // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def blocked_offset(row, col, num_cols):
+    """Byte of scale (row, col) in blocked order, of a matrix with num_cols columns, padding included.
+
+    Example: (33, 2) -> 22; (128, 4) with 8 columns -> 1536.
+    """
+    atom = (row // ATOM_R).to(tl.int64) * (num_cols // ATOM_C) + col // ATOM_C
+    return atom * (ATOM_R * ATOM_C) + row % 32 * 16 + row % ATOM_R // 32 * 4 + col % ATOM_C

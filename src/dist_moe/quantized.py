@@ -1,0 +1,186 @@
+"""What the quantisers return, and the checks that all their implementations share."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import DIM_MULTIPLE
+from .formats import ROW_ALIGNMENT, Format, packed_row_bytes, padded_scales
+
+
+class Quantized(NamedTuple):
+    """Values with their scales; dtypes are the format's.
+
+    values [R, C / values_per_byte].  scales: natural order, [R, C / block] of rows or [R / block, C] of columns; or
+    blocked order, the padded matrix of the operand whose last dimension is what the product sums over:
+    [align(R, 128), align(C / block, 4)] of rows or [align(C, 128), R / block] of columns.
+    outer_inv_R: FP32 [R], what a two-level row was multiplied by, inverted; else None.
+    """
+
+    values: Tensor
+    scales: Tensor
+    outer_inv_R: Tensor | None
+
+
+class QuantizedWeights(NamedTuple):
+    """Weights [G, N, K] of G experts, scales in blocked order, each expert padded to whole atoms by itself.
+
+    values [G, N, K / values_per_byte].  scales [G * align(N, 128), align(K / block, 4)], for products that sum over K.
+    transposed_scales [G * align(K, 128), align(N / block, 4)], for products that sum over N; None with blocks of a
+    row.  outer_G, outer_inv_G: FP32 [G], of two-level formats, else None.
+    """
+
+    values: Tensor
+    scales: Tensor
+    transposed_scales: Tensor | None
+    outer_G: Tensor | None
+    outer_inv_G: Tensor | None
+
+
+# Shape and dtype of every output, in the order of the fields; None where the format has none.
+Layout = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+
+def rows_layout(R: int, C: int, format: Format, blocked: bool) -> Layout:
+    scales = (R, C // format.block)
+    return (
+        ((R, C // format.values_per_byte), format.value_dtype),
+        (padded_scales(*scales) if blocked else scales, format.scale_dtype),
+        ((R,), torch.float32) if format.two_level else None,
+    )
+
+
+def columns_layout(R: int, C: int, format: Format, blocked: bool) -> Layout:
+    num_blocks = R // format.block
+    scales = padded_scales(C, num_blocks) if blocked else (num_blocks, C)
+    return ((R, C), format.value_dtype), (scales, format.scale_dtype), None
+
+
+def weights_layout(G: int, N: int, K: int, format: Format, square: bool) -> Layout:
+    def scales(rows: int, cols: int):
+        rows, cols = padded_scales(rows, cols // format.block)
+        return (G * rows, cols), format.scale_dtype
+
+    outer = ((G,), torch.float32) if format.two_level else None
+    values = (G, N, K // format.values_per_byte), format.value_dtype
+    return values, scales(N, K), scales(K, N) if square else None, outer, outer
+
+
+def _empty(layout: Layout, device: torch.device) -> list[Tensor | None]:
+    return [None if want is None else torch.empty(want[0], dtype=want[1], device=device) for want in layout]
+
+
+def empty_weights(G: int, N: int, K: int, format: Format, square: bool, device: torch.device) -> QuantizedWeights:
+    """Outputs of quantize_weights, not filled."""
+    return QuantizedWeights(*_empty(weights_layout(G, N, K, format, square), device))
+
+
+# Checks shared by every implementation of an op
+
+
+def _check_source(op: str, name: str, x: Tensor, num_dims: int, num_widths: int) -> None:
+    """Dtype and shape; the last num_widths dimensions hold blocks."""
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"{op}: {name} must be bfloat16 or float32, got {x.dtype}; call .bfloat16()")
+    widths = x.shape[num_dims - num_widths :]
+    if x.dim() != num_dims or any(size == 0 or size % DIM_MULTIPLE for size in widths):
+        which = f"the last {num_widths} multiples" if num_widths > 1 else "the last a multiple"
+        raise ValueError(
+            f"{op}: {name} must have {num_dims} dimensions, {which} of {DIM_MULTIPLE}, got {list(x.shape)}"
+        )
+
+
+def _check_device(op: str, name: str, x: Tensor, other: Tensor) -> None:
+    if other.device != x.device:
+        raise ValueError(f"{op}: {name} must be on the device of the source, {x.device}, got {other.device}")
+
+
+def _check_out(op: str, x: Tensor, out: Quantized | QuantizedWeights, layout: Layout) -> None:
+    for name, found, want in zip(out._fields, out, layout, strict=True):
+        if (found is None) != (want is None):
+            raise ValueError(f"{op}: out.{name} must be {'None' if want is None else 'a tensor'}, got {found}")
+        if want is None:
+            continue
+        shape, dtype = want
+        _check_device(op, f"out.{name}", x, found)
+        if found.shape != shape or found.dtype != dtype:
+            raise ValueError(f"{op}: out.{name} must be {dtype} {[*shape]}, got {found.dtype} {list(found.shape)}")
+        if found.numel() and found.stride(-1) != 1:
+            raise ValueError(f"{op}: out.{name} must have unit inner stride, got strides {found.stride()}")
+
+
+def _check_blocked(op: str, *scales: Tensor | None) -> None:
+    for scale in scales:
+        if scale is not None and not scale.is_contiguous():
+            raise ValueError(f"{op}: scales in blocked order must be contiguous, got strides {scale.stride()}")
+
+
+def _check_experts(op: str, x_RC: Tensor, row_start_P: Tensor | None, num_rows_L: Tensor | None) -> None:
+    if (row_start_P is None) != (num_rows_L is None):
+        raise ValueError(f"{op}: row_start_P and num_rows_L come together")
+    if row_start_P is None:
+        return
+    if x_RC.shape[0] % ROW_ALIGNMENT:
+        raise ValueError(f"{op}: a buffer of experts' rows must have a multiple of {ROW_ALIGNMENT}, got {len(x_RC)}")
+    L = len(num_rows_L)
+    for name, value, size in (("row_start_P", row_start_P, L + 1), ("num_rows_L", num_rows_L, L)):
+        _check_device(op, name, x_RC, value)
+        if value.dtype != torch.int32 or value.shape != (size,) or not value.is_contiguous() or L == 0:
+            raise ValueError(f"{op}: {name} must be contiguous int32 [{size}], got {value.dtype} {list(value.shape)}")
+
+
+def rows_out(op: str, x_RC, format: Format, blocked: bool, row_start_P, num_rows_L, out: Quantized | None) -> Quantized:
+    """Check the arguments of quantize_rows; its outputs, new ones unless given."""
+    _check_source(op, "x_RC", x_RC, 2, 1)
+    _check_experts(op, x_RC, row_start_P, num_rows_L)
+    layout = rows_layout(*x_RC.shape, format, blocked)
+    if out is None:
+        return Quantized(*_empty(layout, x_RC.device))
+    _check_out(op, x_RC, out, layout)
+    if blocked:
+        _check_blocked(op, out.scales)
+    return out
+
+
+def columns_out(op: str, x_RC, format: Format, blocked: bool, row_start_P, num_rows_L, out) -> Quantized:
+    """Check the arguments of quantize_columns; its outputs, new ones unless given."""
+    _check_source(op, "x_RC", x_RC, 2, 1)
+    _check_experts(op, x_RC, row_start_P, num_rows_L)
+    if row_start_P is None:
+        raise ValueError(f"{op}: row_start_P and num_rows_L are needed: a block must not hold rows of two experts")
+    if format.values_per_byte != 1:
+        raise ValueError(f"{op}: {format.name} has two values of a row in a byte, columns need one; use MXFP8")
+    layout = columns_layout(*x_RC.shape, format, blocked)
+    if out is None:
+        return Quantized(*_empty(layout, x_RC.device))
+    _check_out(op, x_RC, out, layout)
+    if blocked:
+        _check_blocked(op, out.scales)
+    return out
+
+
+def weights_out(op: str, w_GNK, format: Format, square: bool, out: QuantizedWeights | None) -> QuantizedWeights:
+    """Check the arguments of quantize_weights; its outputs, new ones unless given."""
+    _check_source(op, "w_GNK", w_GNK, 3, 2)
+    if square and format.values_per_byte != 1:
+        raise ValueError(f"{op}: {format.name} has two values of a row in a byte, so its blocks lie along rows")
+    if out is None:
+        return empty_weights(*w_GNK.shape, format, square, w_GNK.device)
+    _check_out(op, w_GNK, out, weights_layout(*w_GNK.shape, format, square))
+    _check_blocked(op, *out[:3])
+    return out
+
+
+def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
+    """Check the arguments of pack_rows; its output, new unless given."""
+    _check_source(op, "x_TD", x_TD, 2, 1)
+    shape = (x_TD.shape[0], packed_row_bytes(format, x_TD.shape[1]))
+    if out_TB is None:
+        return torch.empty(shape, dtype=torch.uint8, device=x_TD.device)
+    _check_device(op, "out_TB", x_TD, out_TB)
+    if out_TB.dtype != torch.uint8 or out_TB.shape != shape or not out_TB.is_contiguous():
+        raise ValueError(
+            f"{op}: out_TB must be contiguous uint8 {list(shape)}, got {out_TB.dtype} {list(out_TB.shape)}"
+        )
+    return out_TB

@@ -1,0 +1,27 @@
+"""What tests of the quantisers and of prepared weights share."""
+
+import torch
+
+from dist_moe.formats import padded_scales
+
+NAN = float("nan")
+
+
+def expert_rows(counts, C: int, dtype=torch.float32):
+    """A buffer of experts' rows with NaN between them and after them, starts and counts."""
+    padded = [padded_scales(n, 4)[0] for n in counts]
+    starts = torch.tensor([0, *padded]).cumsum(0)
+    x = torch.full((int(starts[-1]) + 128, C), NAN, dtype=dtype)
+    for start, n in zip(starts.tolist(), counts, strict=False):
+        x[start : start + n] = torch.randn(n, C) * torch.exp2(torch.randint(-9, 9, (n, 1)).float())
+    return x, starts.int(), torch.tensor(counts, dtype=torch.int32)
+
+
+def assert_same_bits(found, want, what: str = "") -> None:
+    """Of tensors, or of None on both sides."""
+    for name, a, b in zip(getattr(want, "_fields", ("rows",)), found, want, strict=True):
+        assert (a is None) == (b is None), f"{what} {name}"
+        if b is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {name}: {a.dtype} {a.shape}"
+            differ = (a.cpu().contiguous().view(torch.uint8) != b.cpu().contiguous().view(torch.uint8)).nonzero()
+            assert len(differ) == 0, f"{what} {name}: {len(differ)} bytes differ, the first at {differ[0].tolist()}"
