@@ -5,6 +5,8 @@ arithmetic; e4m3 and e5m2 values by the conversion of sm_89 and later, which rou
 comparisons. reference_formats has the exact formulas. Launch with enable_fp_fusion=False: every product is rounded.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,9 @@ _ELEMENTS = {
 }
 
 
+@functools.cache
 def format_options(format: Format) -> dict:
+    """Constexprs that every kernel of a format takes; not to be changed."""
     return {
         "ELEMENT": _ELEMENTS[format.value_dtype],
         "NAN_CODE": format.nan_code,

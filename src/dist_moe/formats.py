@@ -32,7 +32,7 @@ def _as_fp32(value: float) -> float:
 class Format:
     """Values and scales of one block-scaled format.
 
-    Values are floating-point numbers without sign tricks: codes count magnitudes upwards, the top bit is the sign.
+    Codes of values count magnitudes upwards from 0; the top bit is the sign.
     """
 
     name: str
@@ -70,8 +70,7 @@ MXFP4 = Format("mxfp4", **_E2M1, scale_dtype=torch.float8_e8m0fnu, block=32)
 NVFP4 = Format("nvfp4", **_E2M1, scale_dtype=torch.float8_e4m3fn, block=16, two_level=True)
 FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP4, NVFP4)
 
-# largest block scale times largest value, the numerator of an outer scale
-OUTER_RANGE = MXFP8_E4M3.largest * NVFP4.largest
+OUTER_RANGE = MXFP8_E4M3.largest * NVFP4.largest  # largest block scale times largest value: over amax, an outer scale
 
 
 def by_name(format: BlockScaledFormat | str) -> Format:
@@ -93,7 +92,8 @@ def packed_row_bytes(format: Format, width: int) -> int:
 
 
 def packed_row_parts(format: Format, width: int) -> tuple[int, int, int]:
-    """Where values, scales and the inverse outer scale of a wire row end, in bytes; all even, as width is of 32."""
+    """Where values, scales and the inverse outer scale of a wire row end, in bytes; an outer scale starts at an even
+    one, as widths are multiples of 32, not at a multiple of its four bytes."""
     values_end = width // format.values_per_byte
     scales_end = values_end + width // format.block
     return values_end, scales_end, scales_end + format.outer_scale_bytes
