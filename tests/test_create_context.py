@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dist_moe
-from dist_moe import context as context_module
+from dist_moe import create as create_module
 from dist_moe import create_context
 
 from .fault_cases import CASE, PATIENT_S, assert_error, error_of, join
@@ -32,7 +32,7 @@ def _create(rank, group, case, how):
         "backend": "reference",
     }
     wrong = rank == group.size() - 1
-    original = context_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file
+    original = create_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file
     taken = None
     if wrong and how in FIELDS:
         field, value = FIELDS[how]
@@ -43,7 +43,7 @@ def _create(rank, group, case, how):
         taken = create_context(group=dist_moe.World.virtual(1), config=case.config(), name="it")
         arguments["name"] = "it"
     elif wrong and how == "buffer":
-        context_module._local_rank = _no_memory
+        create_module._local_rank = _no_memory
     elif wrong and how == "file":
         dist_moe.symm._create_file = _no_memory
     elif wrong and how == "mapping":
@@ -51,7 +51,7 @@ def _create(rank, group, case, how):
     start = time.monotonic()
     error = error_of(create_context, **arguments)
     seconds = time.monotonic() - start
-    context_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file = original
+    create_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file = original
     if taken is not None:
         taken.close()
     left = _leftovers()

@@ -128,7 +128,7 @@ def test_names_belong_to_live_contexts():
     run_rank(ONE.inputs()[0], context)
     del context  # dropped, not closed
     gc.collect()
-    assert "one name" not in context_module._live
+    assert "one name" not in context_module.live
     make(name="one name").close()
 
 

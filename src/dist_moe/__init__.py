@@ -12,7 +12,8 @@ from .config import (
     Config,
     VmmConfig,
 )
-from .context import Context, create_context
+from .context import Context
+from .create import create_context
 from .errors import DistMoEError as DistMoEError
 from .errors import InvalidExpertIdError as InvalidExpertIdError
 from .errors import PeerAbortedError as PeerAbortedError

@@ -12,7 +12,8 @@ from torch import Tensor
 from . import moe
 from .checks import check_call, wants_backward
 from .config import Config
-from .context import Context, create_context
+from .context import Context
+from .create import create_context
 from .ops import expert_major
 from .symm import World
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_moe import Config, VmmConfig, World, context, create_context, plan_memory, vmm
+from dist_moe import Config, VmmConfig, World, create, create_context, plan_memory, vmm
 from dist_moe.vmm import Sections, sections
 
 MIB = 2**20
@@ -299,7 +299,7 @@ class Mappings:
 def mapped(monkeypatch):
     """Contexts on the CPU whose plan has sections, as on a GPU."""
     mappings = Mappings()
-    monkeypatch.setattr(context, "plan_memory", lambda *args, device: plan_memory(*args, vmm_granularity_bytes=4096))
+    monkeypatch.setattr(create, "plan_memory", lambda *args, device: plan_memory(*args, vmm_granularity_bytes=4096))
     monkeypatch.setattr(vmm, "map_buffer", mappings.map_buffer)
     return mappings
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..context import Context, create_context
+from ..context import Context
+from ..create import create_context
 from ..symm import World
 from ..testing import rows_sqnr_db
 from .model import (
