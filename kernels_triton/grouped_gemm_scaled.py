@@ -34,10 +34,13 @@ from dist_moe.shapes import next_power_of_2
 from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M, MAX_ROW, _store_tile, _tile_place
-from .quantize import _blocked_offset
+from .quantize import ATOM_C, ATOM_R
 
 E8M0_NAN = tl.constexpr(formats.E8M0_NAN)
 BF16_NAN = tl.constexpr(0x7FC0)
+
+# In how many parts a tile is made once more: two FP32 tiles beside each other would spill.
+ROWS_PARTS, WGRAD_PARTS = tl.constexpr(2), tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,21 @@ def _row_tile(ends_L, tile_m, row_start_ptr, num_rows_ptr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def _scale_codes(scales_ptr, row, row_end, col, col_end, num_cols, R: tl.constexpr, S: tl.constexpr, ONE: tl.constexpr):
-    """Codes (uint8) [R, S] from (row, col) of a padded scale matrix; from row_end or col_end on they are 1.0."""
-    rows = (row + tl.arange(0, R))[:, None]
-    cols = (col + tl.arange(0, S))[None, :]
-    mask = (rows < row_end) & (cols < num_cols)
-    codes = tl.load(scales_ptr + _blocked_offset(rows, cols, num_cols), mask=mask, other=ONE)
-    return tl.where(cols < col_end, codes.to(tl.int32), ONE).to(tl.uint8)
+    """Codes (uint8) [R, S] from (row, col) of a scale matrix in blocked order; from row_end or col_end on they are 1.0.
+
+    row is a multiple of R, which divides 128, and col of S or of 4: the tile lies in one row of whole atoms. num_cols
+    counts padding.
+    """
+    tl.static_assert(ATOM_R % R == 0)
+    scales_ptr += (row // ATOM_R).to(tl.int64) * num_cols * ATOM_R
+    rows = (row % ATOM_R + tl.arange(0, R))[:, None]
+    cols = tl.max_contiguous(tl.multiple_of(col + tl.arange(0, S), S), S)[None, :]
+    ptrs = scales_ptr + (cols // ATOM_C * (ATOM_R * ATOM_C) + rows % 32 * 16 + rows // 32 * 4 + cols % ATOM_C)
+    if S <= ATOM_C:  # there is no atom of which nothing is asked
+        codes = tl.load(ptrs)
+    else:
+        codes = tl.load(ptrs, mask=cols < num_cols, other=ONE)
+    return tl.where((rows + row // ATOM_R * ATOM_R < row_end) & (cols < col_end), codes.to(tl.int32), ONE).to(tl.uint8)
 
 
 @triton.jit
@@ -262,7 +274,7 @@ def _rows_times_weight_kernel(
     """
     E2M1: tl.constexpr = FORMAT == "e2m1"
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
-    HALF_N: tl.constexpr = BLOCK_N // 2  # of a tile that is multiplied once more: two FP32 tiles would spill
+    PART_N: tl.constexpr = BLOCK_N // ROWS_PARTS
     NUM_SCALES: tl.constexpr = BLOCK_K // BLOCK
     if tl.load(stop_ptr) != 0:
         return
@@ -272,8 +284,8 @@ def _rows_times_weight_kernel(
     if TWO_LEVEL:
         a_outer_inv_ptr += tl.load(a_outer_start_ptr)
     S = contraction // BLOCK
-    padded_S = tl.cdiv(S, 4) * 4
-    scales_per_expert = (tl.cdiv(width, 128) * 128).to(tl.int64) * padded_S
+    padded_S = tl.cdiv(S, ATOM_C) * ATOM_C
+    scales_per_expert = (tl.cdiv(width, ATOM_R) * ATOM_R).to(tl.int64) * padded_S
     ends_L = _row_tile_ends(num_rows_ptr, L, BLOCK_M, BLOCK_L)
     num_tiles_m = tl.max(ends_L)
     num_tiles_n = tl.cdiv(width, BLOCK_N)
@@ -320,23 +332,24 @@ def _rows_times_weight_kernel(
             _store_tile(out_ptr, acc, row, col, row_end, width, False)
         else:
             _store_some(out_ptr, acc, row, col, row_end, width, far_M, far_N, 0, False)
-            for half_col in tl.range(col, col + BLOCK_N, HALF_N):
-                half = tl.zeros((BLOCK_M, HALF_N), tl.float32)
-                far_half = tl.zeros((HALF_N, 1), tl.int32)
+            for i in tl.range(BLOCK_N // PART_N):
+                part_col = col + i * PART_N
+                part = tl.zeros((BLOCK_M, PART_N), tl.float32)
+                far_part = tl.zeros((PART_N, 1), tl.int32)
                 for k in tl.range(0, contraction, BLOCK, num_stages=1):
                     s = k // BLOCK
                     a_codes = _scale_codes(a_scales_ptr, row, row_end, s, S, padded_S, BLOCK_M, 1, ONE)
-                    w_codes = _scale_codes(expert_scales_ptr, half_col, width, s, S, padded_S, HALF_N, 1, ONE)
+                    w_codes = _scale_codes(expert_scales_ptr, part_col, width, s, S, padded_S, PART_N, 1, ONE)
                     a = _unscaled(a_block_desc.load([a_start + row, k // PER_BYTE]), BLOCK_M, BLOCK, E2M1)
                     if DGRAD:
-                        w = w_block_desc.load([expert, k, half_col]).reshape(BLOCK, HALF_N).T
+                        w = w_block_desc.load([expert, k, part_col]).reshape(BLOCK, PART_N).T
                     else:
-                        w = w_block_desc.load([expert, half_col, k // PER_BYTE]).reshape(HALF_N, BLOCK // PER_BYTE)
-                    w = _unscaled(w, HALF_N, BLOCK, E2M1) * _nan_or_one(w_codes)
-                    half += _times_powers(tl.dot(a * _nan_or_one(a_codes), w.T), a_codes, w_codes)
-                    far_half |= _far(w_codes, LOW, HIGH)
-                far_columns = tl.max(far_half, axis=1)
-                _store_some(out_ptr, half, row, half_col, row_end, width, far_M, far_columns, 1, False)
+                        w = w_block_desc.load([expert, part_col, k // PER_BYTE]).reshape(PART_N, BLOCK // PER_BYTE)
+                    w = _unscaled(w, PART_N, BLOCK, E2M1) * _nan_or_one(w_codes)
+                    part += _times_powers(tl.dot(a * _nan_or_one(a_codes), w.T), a_codes, w_codes)
+                    far_part |= _far(w_codes, LOW, HIGH)
+                far_columns = tl.max(far_part, axis=1)
+                _store_some(out_ptr, part, row, part_col, row_end, width, far_M, far_columns, 1, False)
 
 
 # ---- weight gradients ----------------------------------------------------------------------------------------------
@@ -399,7 +412,7 @@ def _wgrad_kernel(
     0 (untouched when accumulating) and 2 + 3 = 5.
     """
     NUM_SCALES: tl.constexpr = BLOCK_K // BLOCK
-    HALF_N: tl.constexpr = BLOCK_N // 2  # as above
+    PART_N: tl.constexpr = BLOCK_N // WGRAD_PARTS
     if tl.load(stop_ptr) != 0:
         return
     dy_start = tl.load(dy_start_ptr).to(tl.int32)
@@ -446,21 +459,22 @@ def _wgrad_kernel(
             _store_tile(out_expert_ptr, acc, n, k, n_end, K, ACCUMULATE)
         else:
             _store_some(out_expert_ptr, acc, n, k, n_end, K, far_M, far_N, 0, ACCUMULATE)
-            for half_k in tl.range(k, k + BLOCK_N, HALF_N):
-                half = tl.zeros((BLOCK_M, HALF_N), tl.float32)
-                far_half = tl.zeros((HALF_N, 1), tl.int32)
+            for i in tl.range(BLOCK_N // PART_N):
+                part_k = k + i * PART_N
+                part = tl.zeros((BLOCK_M, PART_N), tl.float32)
+                far_part = tl.zeros((PART_N, 1), tl.int32)
                 for row in tl.range(row_start, row_end, BLOCK, num_stages=1):
                     s = row // BLOCK
                     dy_codes = _scale_codes(dy_scales_ptr, n, N, s, s_end, dy_scale_cols, BLOCK_M, 1, ONE)
-                    x_codes = _scale_codes(x_scales_ptr, half_k, K, s, s_end, x_scale_cols, HALF_N, 1, ONE)
+                    x_codes = _scale_codes(x_scales_ptr, part_k, K, s, s_end, x_scale_cols, PART_N, 1, ONE)
                     dy = _columns(dy_block_desc, dy_start, row, row_end, n, BLOCK, BLOCK_M).to(tl.bfloat16)
-                    x = _columns(x_block_desc, x_start, row, row_end, half_k, BLOCK, HALF_N).to(tl.bfloat16)
+                    x = _columns(x_block_desc, x_start, row, row_end, part_k, BLOCK, PART_N).to(tl.bfloat16)
                     dy *= tl.trans(_nan_or_one(dy_codes))
                     x *= tl.trans(_nan_or_one(x_codes))
-                    half += _times_powers(tl.dot(dy.T, x), dy_codes, x_codes)
-                    far_half |= _far(x_codes, LOW, HIGH)
-                far_columns = tl.max(far_half, axis=1)
-                _store_some(out_expert_ptr, half, n, half_k, n_end, K, far_M, far_columns, 1, ACCUMULATE)
+                    part += _times_powers(tl.dot(dy.T, x), dy_codes, x_codes)
+                    far_part |= _far(x_codes, LOW, HIGH)
+                far_columns = tl.max(far_part, axis=1)
+                _store_some(out_expert_ptr, part, n, part_k, n_end, K, far_M, far_columns, 1, ACCUMULATE)
 
 
 # ---- launchers -----------------------------------------------------------------------------------------------------
@@ -537,7 +551,7 @@ def _rows_times_weight(
         return [1, k, columns] if dgrad else [1, columns, k // per_byte]
 
     a_descs = _descriptors(op, a, format, [M, step // per_byte], [M, short // per_byte])
-    w_descs = _descriptors(op, w, format, weight_block(step, C), weight_block(short, C // 2))
+    w_descs = _descriptors(op, w, format, weight_block(step, C), weight_block(short, C // ROWS_PARTS.value))
     _rows_times_weight_kernel[(num_programs(a.device, num_sms),)](
         *a_descs,
         a_start_1,
@@ -687,7 +701,7 @@ def grouped_gemm_scaled_wgrad(
         dy_start_1,
         _bytes(dy_scales),
         dy_scales_start_1,
-        *_descriptors(op, x_values_XK, format, [step, C], [format.block, C // 2]),
+        *_descriptors(op, x_values_XK, format, [step, C], [format.block, C // WGRAD_PARTS.value]),
         x_start_1,
         _bytes(x_scales),
         x_scales_start_1,

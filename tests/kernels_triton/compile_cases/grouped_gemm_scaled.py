@@ -3,7 +3,7 @@
 from tests.compile_check import Case
 
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
-from dist_moe.kernels_triton.grouped_gemm_scaled import CONFIGS, _format_options, _tile_options
+from dist_moe.kernels_triton.grouped_gemm_scaled import CONFIGS, ROWS_PARTS, WGRAD_PARTS, _format_options, _tile_options
 
 VALUES = {MXFP8_E4M3: "fp8e4nv", MXFP8_E5M2: "fp8e5", MXFP4: "u8", NVFP4: "u8"}
 BLOCK_SCALED = {MXFP8_E4M3: "kind::mxf8f6f4.block_scale", MXFP8_E5M2: "kind::mxf8f6f4.block_scale"}
@@ -47,7 +47,7 @@ def rows_case(kind: str, format, config, block_l: int = 128) -> Case:
             "a_scales_ptr": "*u8",
             "a_scales_start_ptr": "*i64",
             "w_desc": weight(step, config.block_n),
-            "w_block_desc": weight(short, config.block_n // 2),
+            "w_block_desc": weight(short, config.block_n // ROWS_PARTS.value),
             "w_scales_ptr": "*u8",
             "out_ptr": "*bf16",
             "out_start_ptr": "*i64",
@@ -83,7 +83,7 @@ def wgrad_case(format, config, dtype: str, accumulate: bool) -> Case:
             "dy_scales_ptr": "*u8",
             "dy_scales_start_ptr": "*i64",
             "x_desc": desc(config.block_k, config.block_n),
-            "x_block_desc": desc(32, config.block_n // 2),
+            "x_block_desc": desc(32, config.block_n // WGRAD_PARTS.value),
             "x_start_ptr": "*i64",
             "x_scales_ptr": "*u8",
             "x_scales_start_ptr": "*i64",
