@@ -203,7 +203,7 @@ def _store_some(out_ptr, acc, row, col, row_end, width, far_M, far_N, WHICH: tl.
     """_store_tile of the outputs whose row or column is far (WHICH 1), or of the others (WHICH 0)."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
-    if BLOCK_N > 64:  # as in _store_tile
+    if BLOCK_N > 32:  # as in _store_tile; the masks take registers too
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         far_left, far_right = far_N.reshape(2, BLOCK_N // 2).permute(1, 0).split()
         _store_some(out_ptr, left, row, col, row_end, width, far_M, far_left, WHICH, ACCUMULATE)
