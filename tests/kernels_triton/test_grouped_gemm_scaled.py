@@ -17,6 +17,9 @@ from dist_moe.kernels_triton._device import is_interpreting
 from dist_moe.shapes import align
 from dist_moe.testing import assert_close
 
+# Where a scale or a value is not finite, numpy warns of what is meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
 # Bytes of everything that no result may depend on: NaN as a value and as a scale, in every format that has one.
 BAD_VALUE, BAD_SCALE, BAD_OUT = 0x7F, 0xFF, 7.0
 FP8 = (MXFP8_E4M3, MXFP8_E5M2)
@@ -56,6 +59,7 @@ CASES = [
     Case("first and last expert empty, L not a power of two", (0, 7, 0, 40, 0)),
     Case("two column tiles, the second of 32", (5, 33), 160, 288),
 ]
+FAR = Case("far", (3, 66), 96, 160)
 RAGGED = Case("ragged", (5, 70, 0, 130))
 
 
@@ -259,12 +263,12 @@ def test_wgrad_writes_or_adds(config, dtype, accumulate, device):
 
 
 def test_one_rounding_when_accumulating(device):
-    """1 + 2^-8 + a gradient of 2^-8 is rounded once: to 1 + 2^-7. Rounding the gradient or the sum twice would show."""
+    """Of two rows the FP32 sum is exact, so the bits are those of one rounding; a rounded gradient makes others."""
     problem = Problem(Case("one rounding", (2,), 32, 32), MXFP8_E4M3, device)
     grad = problem.run(reference, "wgrad", torch.zeros(1, 32, 32, device=device))
     before = torch.randn(1, 32, 32, device=device).bfloat16()
     out = problem.run(gemm, "wgrad", before.clone(), accumulate=True)
-    assert_close(out, (before.float() + grad).bfloat16(), "gemm")
+    assert torch.equal(out, (before.float() + grad).bfloat16())
     assert (out != (before + grad.bfloat16())).any()
 
 
@@ -287,19 +291,19 @@ def test_codes_whose_values_are_normal_bf16(format):
 )
 def test_far_scales(kind, format, device):
     """Codes 0 and 254 meet, and their product is like any other: neither factor is a BF16 or FP32 number by itself."""
-    out, ref = both(Problem(Case("far", (40, 3, 130), 160, 160), format, device, far=True), kind, config=BY_HAND)
+    out, ref = both(Problem(FAR, format, device, far=True), kind, config=BY_HAND)
     assert_close(out, ref, "gemm")
 
 
 @pytest.mark.sm100
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_scales_in_tensor_cores(kind, device):
-    assert_close(*both(Problem(Case("far", (40, 3, 130), 160, 160), MXFP8_E4M3, device, far=True), kind), "gemm")
+    assert_close(*both(Problem(FAR, MXFP8_E4M3, device, far=True), kind), "gemm")
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_far_scales_of_weight_gradients(accumulate, device):
-    problem = Problem(Case("far", (40, 0, 130)), MXFP8_E4M3, device, far=True)
+    problem = Problem(Case("far", (0, 70), 32, 96), MXFP8_E4M3, device, far=True)
     before = torch.randn(problem.w.values.shape, device=device)
     options = {"accumulate": accumulate}
     assert_close(
@@ -311,7 +315,7 @@ def test_far_scales_of_weight_gradients(accumulate, device):
 
 def test_bits_do_not_depend_on_far_scales_beside_them(device):
     """A row of zeros has code 0: it is zeros, and the other rows of its tile keep their bits."""
-    problem = Problem(Case("zeros", (9, 20), 96, 96), MXFP8_E4M3, device)
+    problem = Problem(Case("zeros", (29,), 96, 96), MXFP8_E4M3, device)
     clean = problem.run(gemm, "forward", config=BY_HAND)
     x = oracle.dequantize_rows(problem.a, format=MXFP8_E4M3, blocked=True)
     x[4] = 0
@@ -343,7 +347,7 @@ def test_a_bad_block_is_nan_in_its_row_and_column_only(config, kind, format, dev
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_scale_in_a_far_tile(kind, device):
-    problem = Problem(Case("far NaN", (9, 20), 160, 160), MXFP8_E4M3, device, far=True)
+    problem = Problem(Case("far NaN", (9,), 96, 96), MXFP8_E4M3, device, far=True)
     operand = {"forward": problem.a, "dgrad": problem.dy, "wgrad": problem.columns[0]}[kind]
     operand.scales.view(torch.uint8).view(-1)[2 * 16] = E8M0_NAN
     bad = problem.run(gemm, kind, config=BY_HAND).isnan()
