@@ -325,11 +325,29 @@ def test_bits_do_not_depend_on_far_scales_beside_them(device):
     assert torch.equal(out[others], clean[others]) and not out[4].any()
 
 
+def test_bits_of_gradients_do_not_depend_on_far_scales_beside_them(device):
+    """As above in FP32, where the two ways to sum show: a column of zeros in dy and one in x."""
+    problem = Problem(Case("zeros", (128,), 96, 96), MXFP8_E4M3, device)
+    clean = problem.run(gemm, "wgrad", config=BY_HAND)
+    experts = {"row_start_P": problem.start_P, "num_rows_L": problem.rows_L}
+    for i, column in enumerate((4, 70)):
+        v = oracle.dequantize_columns(problem.columns[i], format=MXFP8_E4M3, blocked=True)
+        v[:, column] = 0
+        problem.columns[i] = oracle.quantize_columns(v, format=MXFP8_E4M3, blocked=True, **experts)
+    out = problem.run(gemm, "wgrad", config=BY_HAND)
+    others = [torch.tensor([c for c in range(96) if c != column]) for column in (4, 70)]
+    assert torch.equal(out[0][others[0]][:, others[1]], clean[0][others[0]][:, others[1]])
+    assert not out[0, 4].any() and not out[0, :, 70].any()
+
+
 @EACH
 @EACH_WAY
 def test_a_bad_block_is_nan_in_its_row_and_column_only(config, kind, format, device):
-    """A NaN in one block of either operand; code 0xFF in a far tile too."""
+    """A block whose scale alone is NaN. No value is negative, so that an infinity would not become NaN in the sum."""
     problem = Problem(Case("NaN", (9, 20)), format, device)
+    operands = [problem.w, problem.a, *((problem.dy, *problem.columns) if format in FP8 else ())]
+    for operand in operands:
+        operand.values.view(torch.uint8).bitwise_and_(0x7F if format in FP8 else 0x77)
     clean = problem.run(gemm, kind, config=config)
     scales = {"forward": lambda: problem.a, "dgrad": lambda: problem.dy, "wgrad": lambda: problem.columns[0]}[
         kind
