@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import DIM_MULTIPLE
-from .formats import ROW_ALIGNMENT, Format, packed_row_bytes, padded_scales
+from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, packed_row_bytes, padded_scales
 
 
 class Quantized(NamedTuple):
@@ -184,3 +184,86 @@ def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
             f"{op}: out_TB must be contiguous uint8 {list(shape)}, got {out_TB.dtype} {list(out_TB.shape)}"
         )
     return out_TB
+
+
+# Products. An operand lies inside larger buffers and begins where device words say, which no check can read.
+
+
+def _check_operand(op: str, name: str, values: Tensor, scales: Tensor, format: Format, width: int, cols: int) -> None:
+    """values [X, width / values_per_byte] and scales [Y, cols] of an operand, contiguous."""
+    for part, tensor, dtype, size in (
+        ("values", values, format.value_dtype, width // format.values_per_byte),
+        ("scales", scales, format.scale_dtype, cols),
+    ):
+        if tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape[1] != size or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
+            raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} [any, {size}], got {found}")
+
+
+def _check_segments(op: str, row_start_P: Tensor, num_rows_L: Tensor, L: int) -> None:
+    for name, value, size in (("row_start_P", row_start_P, L + 1), ("num_rows_L", num_rows_L, L)):
+        if value.dtype != torch.int32 or value.shape != (size,) or not value.is_contiguous() or L == 0:
+            raise ValueError(f"{op}: {name} must be contiguous int32 [{size}], got {value.dtype} {list(value.shape)}")
+
+
+def _check_outer(op: str, name: str, outer: Tensor | None, format: Format, size: int | None) -> None:
+    if not format.two_level:
+        if outer is not None:
+            raise ValueError(f"{op}: {name} must be None, as {format.name} has no outer scales")
+        return
+    fits = outer is not None and outer.dtype == torch.float32 and outer.dim() == 1 and outer.is_contiguous()
+    if not fits or (size is not None and len(outer) != size):
+        found = None if outer is None else f"{outer.dtype} {list(outer.shape)}"
+        raise ValueError(f"{op}: {name} must be contiguous fp32 [{'any' if size is None else size}], got {found}")
+
+
+def _check_one_byte(op: str, format: Format) -> None:
+    if format.values_per_byte != 1:
+        raise ValueError(f"{op}: {format.name} has no blocks along the dimension this sums over; use MXFP8")
+
+
+def check_scaled_rows(
+    op, a_values, a_scales, w_values, w_scales, out, row_start_P, num_rows_L, *, format, dgrad, a_outer_inv, w_outer_inv
+) -> tuple[int, int, int]:
+    """Check the arguments of grouped_gemm_scaled and its dgrad; L, N, K."""
+    if dgrad:
+        _check_one_byte(op, format)
+    V = format.values_per_byte
+    fits = w_values.dim() == 3 and w_values.shape[1] % DIM_MULTIPLE == 0 and w_values.shape[2] * V % DIM_MULTIPLE == 0
+    if w_values.dtype != format.value_dtype or not fits or not w_values.is_contiguous():
+        wanted = f"contiguous {format.value_dtype} [L, N, K / {V}] with N and K multiples of {DIM_MULTIPLE}"
+        raise ValueError(f"{op}: w_values_LNK must be {wanted}, got {w_values.dtype} {list(w_values.shape)}")
+    L, N, K = w_values.shape[0], w_values.shape[1], w_values.shape[2] * V
+    contraction, width = (N, K) if dgrad else (K, N)
+    rows, cols = padded_scales(width, contraction // format.block)
+    _check_operand(op, "dy" if dgrad else "a", a_values, a_scales, format, contraction, cols)
+    fits = w_scales.shape == (L * rows, cols) and w_scales.is_contiguous()
+    if w_scales.dtype != format.scale_dtype or not fits:
+        wanted = f"contiguous {format.scale_dtype} [{L * rows}, {cols}]"
+        raise ValueError(f"{op}: w_scales must be {wanted}, got {w_scales.dtype} {list(w_scales.shape)}")
+    if out.dtype != torch.bfloat16 or out.dim() != 2 or out.shape[1] != width or not out.is_contiguous():
+        raise ValueError(f"{op}: out must be contiguous bf16 [any, {width}], got {out.dtype} {list(out.shape)}")
+    _check_outer(op, "a_outer_inv", a_outer_inv, format, None)
+    _check_outer(op, "w_outer_inv_L", w_outer_inv, format, L)
+    _check_segments(op, row_start_P, num_rows_L, L)
+    return L, N, K
+
+
+def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P, num_rows_L, out, *, format) -> None:
+    """Check the arguments of grouped_gemm_scaled_wgrad."""
+    _check_one_byte(op, format)
+    fits = out.dim() == 3 and out.shape[1] % DIM_MULTIPLE == 0 and out.shape[2] % DIM_MULTIPLE == 0
+    if out.dtype not in (torch.bfloat16, torch.float32) or not fits or not out.is_contiguous():
+        wanted = f"contiguous bf16 or fp32 [L, N, K] with N and K multiples of {DIM_MULTIPLE}"
+        raise ValueError(f"{op}: out_LNK must be {wanted}, got {out.dtype} {list(out.shape)}")
+    for name, values, scales, width in (
+        ("dy", dy_values, dy_scales, out.shape[1]),
+        ("x", x_values, x_scales, out.shape[2]),
+    ):
+        cols = scales.shape[1] if scales.dim() == 2 else 0
+        if cols == 0 or cols % SCALE_ATOM[1]:
+            raise ValueError(
+                f"{op}: {name} scales must be [any, a multiple of {SCALE_ATOM[1]}], got {list(scales.shape)}"
+            )
+        _check_operand(op, name, values, scales, format, width, cols)
+    _check_segments(op, row_start_P, num_rows_L, out.shape[0])

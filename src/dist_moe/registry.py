@@ -106,6 +106,9 @@ _FORMAT_FILES = {
     "quantize_columns": "quantize",
     "quantize_weights": "quantize",
     "pack_rows": "quantize",
+    "grouped_gemm_scaled": "grouped_gemm_scaled",
+    "grouped_gemm_scaled_dgrad": "grouped_gemm_scaled",
+    "grouped_gemm_scaled_wgrad": "grouped_gemm_scaled",
 }
 _FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (

@@ -1,0 +1,524 @@
+"""Products of block-scaled operands against the oracle: formats, group sizes, tails, far scales, bad neighbours."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_moe import reference
+from dist_moe import reference_formats as oracle
+from dist_moe.formats import E8M0_BIAS, E8M0_NAN, FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from dist_moe.kernels_triton import grouped_gemm_scaled as gemm
+from dist_moe.kernels_triton._device import is_interpreting
+from dist_moe.shapes import align
+from dist_moe.testing import assert_close
+
+# Where a scale or a value is not finite, numpy warns of what is meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+# Bytes of everything that no result may depend on: NaN as a value and as a scale, in every format that has one.
+BAD_VALUE, BAD_SCALE, BAD_OUT = 0x7F, 0xFF, 7.0
+FP8 = (MXFP8_E4M3, MXFP8_E5M2)
+KINDS = {"forward": FORMATS, "dgrad": FP8, "wgrad": FP8}
+EACH = pytest.mark.parametrize(
+    ("kind", "format"),
+    [pytest.param(kind, format, id=f"{kind}-{format.name}") for kind in KINDS for format in KINDS[kind]],
+)
+HAS_SCALED_DOT = is_interpreting() or torch.cuda.get_device_capability()[0] == 10
+EACH_WAY = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            config,
+            id=f"{config.block_m} rows, {'scaled dot' if config.scaled_dot else 'by hand'}",
+            marks=pytest.mark.skipif(config.scaled_dot and not HAS_SCALED_DOT, reason="tensor cores without scales"),
+        )
+        for config in gemm.CONFIGS.values()
+    ],
+)
+BY_HAND = gemm.CONFIGS[128, False]
+OPS = ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad")
+
+
+@dataclass(frozen=True)
+class Case:
+    edge: str
+    rows: tuple[int, ...]  # by expert
+    N: int = 96
+    K: int = 160
+
+
+CASES = [
+    Case("no rows at all", (0,)),
+    Case("one row", (1,), 32, 32),
+    Case("round an atom", (127, 128, 129), 160, 96),
+    Case("first and last expert empty, L not a power of two", (0, 7, 0, 40, 0)),
+    Case("two column tiles, the second of 32", (5, 33), 160, 288),
+]
+FAR = Case("far", (3, 66), 96, 160)
+RAGGED = Case("ragged", (5, 70, 0, 130))
+
+
+def only_real(scales: torch.Tensor, rows: torch.Tensor, cols: int, format) -> None:
+    """Overwrite what a padded scale matrix has beside `cols` columns of the rows that are True: of all experts."""
+    real = torch.zeros(1, len(scales), scales.shape[1], dtype=torch.uint8)
+    real[0, rows, :cols] = 1
+    raw = scales.view(torch.uint8)
+    raw[oracle.to_blocked(real) == 0] = BAD_SCALE
+
+
+def place(part: torch.Tensor, start: int, fill: int) -> torch.Tensor:
+    """A buffer of bad bytes, of whole rows, with `part` from byte `start` on."""
+    size = align(start + part.numel() * part.element_size(), part.shape[1] * part.element_size())
+    buffer = torch.full((size + 5 * part.shape[1] * part.element_size(),), fill, dtype=torch.uint8)
+    buffer[start : start + part.numel() * part.element_size()] = part.contiguous().view(torch.uint8).flatten()
+    return buffer.view(part.dtype).view(-1, part.shape[1])
+
+
+@dataclass
+class Problem:
+    """Operands of all three products with everything beside their real rows spoiled; quantised by the oracle."""
+
+    case: Case
+    format: object
+    device: torch.device
+    far: bool = False  # blocks whose scales are codes 0, 254 and others; each contributes as much as any
+    parts: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        case, format = self.case, self.format
+        L, N, K = len(case.rows), case.N, case.K
+        starts = torch.tensor([0, *(align(n, 128) for n in case.rows)]).cumsum(0)
+        self.start_P, self.rows_L = starts.int(), torch.tensor(case.rows, dtype=torch.int32)
+        self.R = int(starts[-1]) + 128  # more rows than are used
+        self.real = torch.zeros(self.R, dtype=torch.bool)
+        for start, n in zip(starts.tolist(), case.rows, strict=False):
+            self.real[start : start + n] = True
+        self.stop = torch.zeros(1, dtype=torch.int64, device=self.device)
+        x, dy = (torch.randn(self.R, C) * torch.exp2(torch.randint(-3, 4, (self.R, 1))) for C in (K, N))
+        w = torch.randn(L, N, K) * K**-0.5
+        options = {"format": format, "blocked": True}
+        experts = {"row_start_P": self.start_P, "num_rows_L": self.rows_L}
+        square = format in FP8
+        self.w = oracle.quantize_weights(w, format=format, square=square)
+        self.a = oracle.quantize_rows(x, **options)
+        if square:
+            self.dy = oracle.quantize_rows(dy, **options)
+            self.columns = [oracle.quantize_columns(v, **options, **experts) for v in (dy, x)]
+        if self.far:
+            self._spread()
+
+    def _spread(self) -> None:
+        """Scales of neighbouring blocks go to opposite ends; those of the other operand go the other way."""
+
+        def shifted(scales, rows, cols, codes, num_groups=1):
+            natural = oracle.from_blocked(scales.view(torch.uint8), rows, cols, num_groups)
+            natural = torch.as_tensor(codes, dtype=torch.uint8)[torch.arange(cols) % 4].expand_as(natural)
+            scales.view(torch.uint8).copy_(oracle.to_blocked(natural.contiguous()))
+
+        L, N, K, B = len(self.case.rows), self.case.N, self.case.K, self.format.block
+        there, back = (0, 254, 120, 9), (254, 0, 134, 245)
+        shifted(self.a.scales, self.R, K // B, there)
+        shifted(self.w.scales, N, K // B, back, L)
+        if self.format in FP8:
+            shifted(self.dy.scales, self.R, N // B, there)
+            shifted(self.w.transposed_scales, K, N // B, back, L)
+            for columns, C, codes in zip(self.columns, (N, K), (there, back), strict=True):
+                shifted(columns.scales, C, self.R // B, codes)
+
+    def _spoil_rows(self, rows):
+        """values, start, scales, start inside larger buffers."""
+        values, scales = rows.values.clone(), rows.scales.clone()
+        values.view(torch.uint8)[~self.real] = BAD_VALUE
+        cols = values.shape[1] * self.format.values_per_byte // self.format.block
+        only_real(scales, self.real.nonzero().flatten(), cols, self.format)
+        return self._placed(values, scales)
+
+    def _spoil_columns(self, columns):
+        values, scales = columns.values.clone(), columns.scales.clone()
+        values.view(torch.uint8)[~self.real] = BAD_VALUE
+        blocks = self.real.view(-1, self.format.block).any(dim=1)
+        keep = torch.zeros(1, len(scales), scales.shape[1], dtype=torch.uint8)
+        keep[0, : values.shape[1]] = blocks.to(torch.uint8)
+        scales.view(torch.uint8)[oracle.to_blocked(keep) == 0] = BAD_SCALE
+        return self._placed(values, scales)
+
+    def _placed(self, values, scales):
+        row, byte = 3, 48
+        starts = [torch.tensor([start], device=self.device) for start in (row, byte)]
+        values = place(values, row * values.shape[1] * values.element_size(), BAD_VALUE).to(self.device)
+        return values, starts[0], place(scales, byte, BAD_SCALE).to(self.device), starts[1]
+
+    def _weight(self, transposed: bool):
+        L, N, K, B = len(self.case.rows), self.case.N, self.case.K, self.format.block
+        scales = (self.w.transposed_scales if transposed else self.w.scales).clone()
+        rows, cols = (K, N // B) if transposed else (N, K // B)
+        expert_rows = torch.arange(len(scales)) % (len(scales) // L)
+        only_real(scales, (expert_rows < rows).nonzero().flatten(), cols, self.format)
+        return self.w.values.to(self.device), scales.to(self.device)
+
+    def _experts(self):
+        return self.start_P.to(self.device), self.rows_L.to(self.device)
+
+    def run(self, module, kind: str, out=None, **options) -> torch.Tensor:
+        """Real rows of out, or the gradients; also checks that no other row was written."""
+        options |= {"format": self.format, "stop_1": self.stop}
+        if kind == "wgrad":
+            out = torch.full(self.w.values.shape, float("nan"), device=self.device) if out is None else out
+            operands = [part for columns in self.columns for part in self._spoil_columns(columns)]
+            options.setdefault("accumulate", False)
+            module.grouped_gemm_scaled_wgrad(*operands, *self._experts(), out, **options)
+            return out
+        dgrad = kind == "dgrad"
+        width = self.case.K if dgrad else self.case.N
+        out = torch.full((self.R + 7, width), BAD_OUT, dtype=torch.bfloat16, device=self.device)
+        out_start = torch.tensor([5], device=self.device)
+        rows = self.dy if dgrad else self.a
+        if self.format.two_level:
+            outer = torch.full((self.R + 4,), float("nan"))
+            outer[2 : 2 + self.R][self.real] = rows.outer_inv_R[self.real]
+            options |= {"a_outer_inv": outer.to(self.device), "a_outer_inv_start_1": torch.tensor([2]).to(self.device)}
+            options["w_outer_inv_L"] = self.w.outer_inv_G.to(self.device)
+        op = module.grouped_gemm_scaled_dgrad if dgrad else module.grouped_gemm_scaled
+        op(*self._spoil_rows(rows), *self._weight(dgrad), out, out_start, *self._experts(), **options)
+        written = torch.zeros(self.R + 7, dtype=torch.bool)
+        written[5 : 5 + self.R] = self.real
+        assert (out[~written.to(self.device)] == BAD_OUT).all(), "a row of padding or of a neighbour was written"
+        return out[written.to(self.device)]
+
+
+def both(problem: Problem, kind: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return problem.run(gemm, kind, **options), problem.run(reference, kind)
+
+
+def assert_equal(out, ref) -> None:
+    """Within the bar; rows of zeros on both sides, as of an expert without rows, may be all there is."""
+    if ref.any() or out.any():
+        assert_close(out, ref, "gemm")
+
+
+# Against the oracle
+
+
+@EACH
+@pytest.mark.parametrize("case", CASES, ids=[case.edge for case in CASES])
+def test_equals_the_oracle(case, kind, format, device):
+    assert_equal(*both(Problem(case, format, device), kind))
+
+
+@EACH
+@EACH_WAY
+def test_every_way_to_multiply(config, kind, format, device):
+    out, ref = both(Problem(RAGGED, format, device), kind, config=config)
+    assert_close(out, ref, "gemm")
+
+
+@settings(max_examples=10)
+@given(
+    rows=st.tuples(*[st.integers(0, 70)] * 3),
+    sizes=st.sampled_from([(32, 96), (96, 32)]),
+    kind=st.sampled_from(list(KINDS)),
+)
+def test_any_group_sizes(device, rows, sizes, kind):
+    assert_equal(*both(Problem(Case("drawn", rows, *sizes), MXFP8_E4M3, device), kind))
+
+
+def test_the_oracle_is_the_product_of_what_the_quantisers_stand_for(device):
+    """Independent of how the oracle finds its operands: with whole tensors, and starts of 0."""
+    for format in FORMATS:
+        problem = Problem(Case("plain", (128, 128)), format, device)
+        w = oracle.dequantize_weights(problem.w, format=format)
+        a = oracle.dequantize_rows(problem.a, format=format, blocked=True)
+        want = torch.cat([a[:128] @ w[0].T, a[128:256] @ w[1].T])
+        assert_close(problem.run(reference, "forward").float().cpu(), want.bfloat16().float(), "gemm")
+        if format in FP8:
+            dy = oracle.dequantize_rows(problem.dy, format=format, blocked=True)
+            want = torch.cat([dy[:128] @ w[0], dy[128:256] @ w[1]])
+            assert_close(problem.run(reference, "dgrad").float().cpu(), want.bfloat16().float(), "gemm")
+            dy, x = (oracle.dequantize_columns(v, format=format, blocked=True) for v in problem.columns)
+            want = torch.stack([dy[:128].T @ x[:128], dy[128:256].T @ x[128:256]])
+            assert_close(problem.run(reference, "wgrad").cpu(), want, "gemm")
+
+
+# Weight gradients: what is written
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@EACH_WAY
+def test_wgrad_writes_or_adds(config, dtype, accumulate, device):
+    problem = Problem(RAGGED, MXFP8_E4M3, device)
+    shape = problem.w.values.shape
+    before = (torch.randn(shape) if accumulate else torch.full(shape, float("nan"))).to(device, dtype)
+    before[2] = -0.0 if accumulate else float("nan")
+    out = problem.run(gemm, "wgrad", before.clone(), accumulate=accumulate, config=config)
+    ref = problem.run(reference, "wgrad", before.clone(), accumulate=accumulate)
+    assert_close(out[[0, 1, 3]], ref[[0, 1, 3]], "gemm")
+    untouched = before[2] if accumulate else torch.zeros_like(before[2])
+    assert torch.equal(out[2], untouched) and torch.equal(out[2].signbit(), untouched.signbit())
+
+
+def test_one_rounding_when_accumulating(device):
+    """Of two rows the FP32 sum is exact, so the bits are those of one rounding; a rounded gradient makes others."""
+    problem = Problem(Case("one rounding", (2,), 32, 32), MXFP8_E4M3, device)
+    grad = problem.run(reference, "wgrad", torch.zeros(1, 32, 32, device=device))
+    before = torch.randn(1, 32, 32, device=device).bfloat16()
+    out = problem.run(gemm, "wgrad", before.clone(), accumulate=True)
+    assert torch.equal(out, (before.float() + grad).bfloat16())
+    assert (out != (before + grad.bfloat16())).any()
+
+
+# Scales that BF16 cannot take, and NaN
+
+
+@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP8_E5M2, MXFP4], ids=lambda f: f.name)
+def test_codes_whose_values_are_normal_bf16(format):
+    low, high = gemm.exact_codes(format)
+    values = oracle.decode(torch.arange(format.largest_code + 1, dtype=torch.uint8), format).double()[1:]
+    for code in range(1, 254):
+        exact = values * 2.0 ** (code - E8M0_BIAS)
+        normal = bool((exact >= 2.0**-126).all() and (exact <= torch.finfo(torch.bfloat16).max).all())
+        assert normal == (low <= code <= high), code
+    assert format is not MXFP8_E4M3 or (low, high) == (10, 246)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"), [(k, f) for k in KINDS for f in KINDS[k] if f is not NVFP4], ids=lambda v: getattr(v, "name", v)
+)
+def test_far_scales(kind, format, device):
+    """Codes 0 and 254 meet, and their product is like any other: neither factor is a BF16 or FP32 number by itself."""
+    out, ref = both(Problem(FAR, format, device, far=True), kind, config=BY_HAND)
+    assert_close(out, ref, "gemm")
+
+
+@pytest.mark.sm100
+@pytest.mark.parametrize("kind", KINDS)
+def test_far_scales_in_tensor_cores(kind, device):
+    assert_close(*both(Problem(FAR, MXFP8_E4M3, device, far=True), kind), "gemm")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_far_scales_of_weight_gradients(accumulate, device):
+    problem = Problem(Case("far", (0, 70), 32, 96), MXFP8_E4M3, device, far=True)
+    before = torch.randn(problem.w.values.shape, device=device)
+    options = {"accumulate": accumulate}
+    assert_close(
+        problem.run(gemm, "wgrad", before.clone(), config=BY_HAND, **options),
+        problem.run(reference, "wgrad", before.clone(), **options),
+        "gemm",
+    )
+
+
+def test_bits_do_not_depend_on_far_scales_beside_them(device):
+    """A row of zeros has code 0: it is zeros, and the other rows of its tile keep their bits."""
+    problem = Problem(Case("zeros", (29,), 96, 96), MXFP8_E4M3, device)
+    clean = problem.run(gemm, "forward", config=BY_HAND)
+    x = oracle.dequantize_rows(problem.a, format=MXFP8_E4M3, blocked=True)
+    x[4] = 0
+    problem.a = oracle.quantize_rows(x, format=MXFP8_E4M3, blocked=True)
+    out = problem.run(gemm, "forward", config=BY_HAND)
+    others = [r for r in range(29) if r != 4]
+    assert torch.equal(out[others], clean[others]) and not out[4].any()
+
+
+def test_bits_of_gradients_do_not_depend_on_far_scales_beside_them(device):
+    """As above in FP32, where the two ways to sum show: a column of zeros in dy and one in x."""
+    problem = Problem(Case("zeros", (128,), 96, 96), MXFP8_E4M3, device)
+    clean = problem.run(gemm, "wgrad", config=BY_HAND)
+    experts = {"row_start_P": problem.start_P, "num_rows_L": problem.rows_L}
+    for i, column in enumerate((4, 70)):
+        v = oracle.dequantize_columns(problem.columns[i], format=MXFP8_E4M3, blocked=True)
+        v[:, column] = 0
+        problem.columns[i] = oracle.quantize_columns(v, format=MXFP8_E4M3, blocked=True, **experts)
+    out = problem.run(gemm, "wgrad", config=BY_HAND)
+    others = [torch.tensor([c for c in range(96) if c != column]) for column in (4, 70)]
+    assert torch.equal(out[0][others[0]][:, others[1]], clean[0][others[0]][:, others[1]])
+    assert not out[0, 4].any() and not out[0, :, 70].any()
+
+
+@EACH
+@EACH_WAY
+def test_a_bad_block_is_nan_in_its_row_and_column_only(config, kind, format, device):
+    """A block whose scale alone is NaN. No value is negative, so that an infinity would not become NaN in the sum."""
+    problem = Problem(Case("NaN", (9, 20)), format, device)
+    operands = [problem.w, problem.a, *((problem.dy, *problem.columns) if format in FP8 else ())]
+    for operand in operands:
+        operand.values.view(torch.uint8).bitwise_and_(0x7F if format in FP8 else 0x77)
+    clean = problem.run(gemm, kind, config=config)
+    scales = {"forward": lambda: problem.a, "dgrad": lambda: problem.dy, "wgrad": lambda: problem.columns[0]}[
+        kind
+    ]().scales
+    raw = scales.view(torch.uint8).view(-1)
+    raw[2 * 16 + 1 if kind != "wgrad" else 2 * 16] = 0x7F if format.two_level else E8M0_NAN
+    out = problem.run(gemm, kind, config=config)
+    bad = out.isnan()
+    if kind == "wgrad":  # column 2 of dy, of the first rows: expert 0
+        assert bad[0, 2].all() and int(bad.sum()) == bad.shape[2]
+    else:
+        assert bad[2].all() and int(bad.sum()) == bad.shape[1]
+    assert torch.equal(out[~bad], clean[~bad])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_scale_in_a_far_tile(kind, device):
+    problem = Problem(Case("far NaN", (9,), 96, 96), MXFP8_E4M3, device, far=True)
+    operand = {"forward": problem.a, "dgrad": problem.dy, "wgrad": problem.columns[0]}[kind]
+    operand.scales.view(torch.uint8).view(-1)[2 * 16] = E8M0_NAN
+    bad = problem.run(gemm, kind, config=BY_HAND).isnan()
+    row = bad[0, 2] if kind == "wgrad" else bad[2]
+    assert row.all() and int(bad.sum()) == len(row)
+
+
+# Order, stop, what is refused
+
+
+@EACH
+def test_bits_do_not_depend_on_the_run_or_the_number_of_programs(kind, format, device):
+    problem = Problem(RAGGED, format, device)
+    first = problem.run(gemm, kind)
+    assert torch.equal(first, problem.run(gemm, kind)) and torch.equal(first, problem.run(gemm, kind, num_sms=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_leaves_without_touching_anything(kind, device):
+    problem = Problem(RAGGED, MXFP8_E4M3, device)
+    problem.stop.fill_(1)
+    for module in (gemm, reference):
+        out = torch.full(problem.w.values.shape, BAD_OUT, device=device)
+        assert (problem.run(module, kind, out) == BAD_OUT).all()
+
+
+def docstring_operands(format, rows, device):
+    """rows [384, 32], each of them one number, as rows and as columns, with zeros as starts."""
+    x = torch.tensor(rows, dtype=torch.float32)[:, None].expand(384, 32)
+    found = oracle.quantize_rows(x, format=format, blocked=True)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return found.values.to(device), zero, found.scales.to(device), zero
+
+
+def test_docstring_examples(device):
+    rows = [0.0] * 384
+    rows[0], rows[128], rows[129] = 1.0, 2.0, 3.0
+    a = docstring_operands(MXFP8_E4M3, rows, device)
+    w = torch.tensor([1.0, 2.0])[:, None, None].expand(2, 32, 32)
+    w = oracle.quantize_weights(w, format=MXFP8_E4M3, square=True)
+    start_P, rows_L = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 128, 256], [1, 2]))
+    zero = a[1]
+    for op, scales in (
+        (gemm.grouped_gemm_scaled, w.scales),
+        (gemm.grouped_gemm_scaled_dgrad, w.transposed_scales),
+    ):
+        out = torch.full((384, 32), BAD_OUT, dtype=torch.bfloat16, device=device)
+        op(*a, w.values.to(device), scales.to(device), out, zero, start_P, rows_L, format=MXFP8_E4M3, stop_1=zero)
+        assert out[[0, 128, 129]].unique(dim=1).flatten().tolist() == [32, 128, 192]
+        assert (out[1:128] == BAD_OUT).all() and (out[130:] == BAD_OUT).all()
+    start_P, rows_L = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 128, 128, 256], [1, 0, 2]))
+    experts = {"row_start_P": start_P.cpu(), "num_rows_L": rows_L.cpu()}
+    columns = []
+    for v in (torch.tensor(rows)[:, None].expand(384, 32), torch.ones(384, 32)):
+        found = oracle.quantize_columns(v, format=MXFP8_E4M3, blocked=True, **experts)
+        columns += [found.values.to(device), zero, found.scales.to(device), zero]
+    for accumulate, want in ((False, [1, 0, 5]), (True, [8, 7, 12])):
+        out = torch.full((3, 32, 32), BAD_OUT, device=device)
+        options = {"format": MXFP8_E4M3, "accumulate": accumulate, "stop_1": zero}
+        gemm.grouped_gemm_scaled_wgrad(*columns, start_P, rows_L, out, **options)
+        assert out.flatten(1).unique(dim=1).flatten().tolist() == want
+
+
+@triton.jit
+def _helpers_kernel(num_rows_ptr, row_start_ptr, ends_ptr, tile_ptr, powers_ptr):
+    ends_L = gemm._row_tile_ends(num_rows_ptr, 3, 2, 4)
+    tl.store(ends_ptr + tl.arange(0, 4), ends_L)
+    expert, row, row_end = gemm._row_tile(ends_L, 3, row_start_ptr, num_rows_ptr, 2)
+    tl.store(tile_ptr, expert)
+    tl.store(tile_ptr + 1, row)
+    tl.store(tile_ptr + 2, row_end)
+    every = tl.arange(0, 256)[:, None]
+    product = gemm._times_powers(tl.full((256, 256), 1.0, tl.float32), every, every)
+    tl.store(powers_ptr + tl.arange(0, 256)[:, None] * 256 + tl.arange(0, 256)[None, :], product)
+
+
+def test_helpers(device):
+    """The examples of the tile map; and all pairs of E8M0 codes."""
+    counts, start_P = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([3, 0, 5], [0, 128, 128, 256]))
+    ends, tile = (torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 3))
+    powers = torch.zeros(256, 256, device=device)
+    _helpers_kernel[(1,)](counts, start_P, ends, tile, powers)
+    assert ends.tolist() == [2, 2, 5, 5] and tile.tolist() == [2, 130, 133]
+    exponent = torch.arange(256, dtype=torch.float64)[:, None] + torch.arange(256) - 254
+    assert torch.equal(powers.cpu()[:255, :255], torch.exp2(exponent).float()[:255, :255])
+
+
+def test_what_is_refused(device):
+    problem = Problem(RAGGED, MXFP8_E4M3, device)
+    rows, columns = problem._spoil_rows(problem.a), problem._spoil_columns(problem.columns[0])
+    w, experts = problem._weight(False), problem._experts()
+    out = torch.empty(1000, 96, dtype=torch.bfloat16, device=device)
+    zero = problem.stop
+
+    def forward(rows=rows, w=w, out=out, experts=experts, format=MXFP8_E4M3, **options):
+        for module in (gemm, reference):
+            module.grouped_gemm_scaled(*rows, *w, out, zero, *experts, format=format, stop_1=zero, **options)
+
+    forward()
+    wrong = [
+        ({"rows": (rows[0].view(torch.uint8), *rows[1:])}, "a values must be contiguous torch.float8_e4m3fn"),
+        ({"rows": (*rows[:2], rows[2].view(-1, 4), rows[3])}, r"a scales must be .*\[any, 8\]"),
+        ({"w": (w[0][:, :40], w[1])}, "w_values_LNK must be"),
+        ({"w": (w[0], w[1][:-1])}, r"w_scales must be .*\[512, 8\]"),
+        ({"out": out.float()}, r"out must be contiguous bf16 \[any, 96\]"),
+        ({"experts": (experts[0], experts[1].long())}, "num_rows_L must be contiguous int32"),
+        ({"a_outer_inv": out[:, 0].float()}, "a_outer_inv must be None"),
+        ({"format": NVFP4}, "w_values_LNK must be"),
+    ]
+    for change, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            forward(**change)
+    for module in (gemm, reference):
+        with pytest.raises(ValueError, match="nvfp4 has no blocks along"):
+            module.grouped_gemm_scaled_dgrad(*rows, *w, out, zero, *experts, format=NVFP4, stop_1=zero)
+        options = {"accumulate": False, "stop_1": zero}
+        grad = torch.empty(4, 96, 96, dtype=torch.float16, device=device)
+        with pytest.raises(ValueError, match="out_LNK must be contiguous bf16 or fp32"):
+            module.grouped_gemm_scaled_wgrad(*columns, *columns, *experts, grad, format=MXFP8_E4M3, **options)
+        with pytest.raises(ValueError, match="mxfp4 has no blocks along"):
+            module.grouped_gemm_scaled_wgrad(*columns, *columns, *experts, grad, format=MXFP4, **options)
+
+
+def test_the_bar_sees_faults(device):
+    problem = Problem(Case("two experts", (20, 20)), MXFP8_E4M3, device)
+    ref = problem.run(reference, "forward")
+    dropped = ref.clone()
+    dropped[7] = 0
+    problem.a.scales.view(torch.uint8).view(-1)[3 * 16] += 1  # one block of row 3 twice as large
+    for wrong in (torch.zeros_like(ref), dropped, problem.run(reference, "forward")):
+        with pytest.raises(AssertionError, match="miss the bar"):
+            assert_close(wrong, ref, "gemm")
+
+
+def test_choice_of_the_tile():
+    assert gemm.pick_config("forward", scaled_dot=False) is gemm.CONFIGS[128, False]
+    assert gemm.pick_config("dgrad", scaled_dot=False, rows_per_expert=64) is gemm.CONFIGS[64, False]
+    assert gemm.pick_config("forward", scaled_dot=True, rows_per_expert=64) is gemm.CONFIGS[128, True]
+    assert gemm.pick_config("wgrad", scaled_dot=False, rows_per_expert=64) is gemm.CONFIGS[128, False]
+
+
+# Sizes of real models, compiled only
+
+REAL = [
+    Case("DeepSeek-V3, few experts", (512, 431, 0, 600), 4096, 7168),
+    Case("gpt-oss, width not a multiple of a tile", (500, 37, 129), 5760, 2880),
+]
+
+
+@pytest.mark.gpu
+@EACH
+@pytest.mark.parametrize("case", REAL, ids=[case.edge for case in REAL])
+def test_real_sizes(case, kind, format, device):
+    assert_equal(*both(Problem(case, format, device), kind))
+    if kind != "wgrad":
+        assert_equal(*both(Problem(case, format, device), kind, rows_per_expert=64))
