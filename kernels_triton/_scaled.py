@@ -25,7 +25,7 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 
-_ELEMENTS = {
+ELEMENTS = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
     torch.float4_e2m1fn_x2: "e2m1",
@@ -36,7 +36,7 @@ _ELEMENTS = {
 def format_options(format: Format) -> dict:
     """Constexprs that every kernel of a format takes; not to be changed."""
     return {
-        "ELEMENT": _ELEMENTS[format.value_dtype],
+        "ELEMENT": ELEMENTS[format.value_dtype],
         "NAN_CODE": format.nan_code,
         "BLOCK": format.block,
         "RECIPROCAL": format.reciprocal_of_largest,

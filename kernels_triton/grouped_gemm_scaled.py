@@ -33,10 +33,9 @@ from dist_moe.shapes import next_power_of_2
 
 from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
+from ._scaled import ATOM_C, ATOM_R, E8M0_NAN, ELEMENTS
 from .grouped_gemm import GROUP_M, MAX_ROW, _store_tile, _tile_place
-from .quantize import ATOM_C, ATOM_R
 
-E8M0_NAN = tl.constexpr(formats.E8M0_NAN)
 BF16_NAN = tl.constexpr(0x7FC0)
 
 # In how many parts a tile is made once more: two FP32 tiles beside each other would spill.
@@ -479,14 +478,13 @@ def _wgrad_kernel(
 
 # ---- launchers -----------------------------------------------------------------------------------------------------
 
-_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
 _E4M3 = formats.MXFP8_E4M3
 _ONE = {_E4M3.scale_dtype: formats.E8M0_BIAS, _E4M3.value_dtype: (1 - _E4M3.min_exponent) << _E4M3.mantissa_bits}
 
 
 def _format_options(format: Format) -> dict:
     low, high = exact_codes(format)
-    element = _ELEMENTS[format.value_dtype]
+    element = ELEMENTS[format.value_dtype]
     return {"FORMAT": element, "BLOCK": format.block, "LOW": low, "HIGH": high, "ONE": _ONE[format.scale_dtype]}
 
 
@@ -599,7 +597,7 @@ def grouped_gemm_scaled(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    """out[r] = bf16(a[r] @ w[e].T), NVFP4 times the outer scales; see reference_formats.grouped_gemm_scaled.
+    """out[r] = bf16(a[r] @ w[e].T), NVFP4 times the outer scales; see reference_products.grouped_gemm_scaled.
 
     Args:    rows_per_expert: see pick_config, which config overrides.  num_sms: at most that many programs.
     Raises:  ValueError for other dtypes, layouts or widths.
@@ -645,7 +643,7 @@ def grouped_gemm_scaled_dgrad(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    """out[r] = bf16(dy[r] @ w[e]); see reference_formats.grouped_gemm_scaled_dgrad, and grouped_gemm_scaled."""
+    """out[r] = bf16(dy[r] @ w[e]); see reference_products.grouped_gemm_scaled_dgrad, and grouped_gemm_scaled."""
     _rows_times_weight(
         "grouped_gemm_scaled_dgrad",
         dy_values_XN,
@@ -685,7 +683,7 @@ def grouped_gemm_scaled_wgrad(
     num_sms=None,
     config=None,
 ) -> None:
-    """out[e] = dy_e.T @ x_e, rounded once; see reference_formats.grouped_gemm_scaled_wgrad.
+    """out[e] = dy_e.T @ x_e, rounded once; see reference_products.grouped_gemm_scaled_wgrad.
 
     Args:    num_sms, config: as in grouped_gemm_scaled.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.

@@ -3,8 +3,8 @@ the same arguments, and the backend that runs on a CPU by default.
 
 Roundings: a GEMM accumulates in FP32 and rounds once to BF16; SwiGLU, scores and sums are FP32 inside. An op with
 `stop_1` leaves without touching anything when that device word is not 0; one with `fault_F` leaves when a fault is set.
-Quantisers and products of the block-scaled formats are in reference_formats.py. The whole layer written densely,
-independent of the ops, is dense.py.
+Quantisers of the block-scaled formats are in reference_formats.py, their products in reference_products.py. The whole
+layer written densely, independent of the ops, is dense.py.
 """
 
 import time
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .reference_formats import grouped_gemm_scaled as grouped_gemm_scaled
-from .reference_formats import grouped_gemm_scaled_dgrad as grouped_gemm_scaled_dgrad
-from .reference_formats import grouped_gemm_scaled_wgrad as grouped_gemm_scaled_wgrad
 from .reference_formats import pack_rows as pack_rows
 from .reference_formats import quantize_columns as quantize_columns
 from .reference_formats import quantize_rows as quantize_rows
 from .reference_formats import quantize_weights as quantize_weights
+from .reference_products import grouped_gemm_scaled as grouped_gemm_scaled
+from .reference_products import grouped_gemm_scaled_dgrad as grouped_gemm_scaled_dgrad
+from .reference_products import grouped_gemm_scaled_wgrad as grouped_gemm_scaled_wgrad
 from .route_plan import RoutePlan
 from .shapes import Activation, Geometry, cdiv
 from .symm import fence
