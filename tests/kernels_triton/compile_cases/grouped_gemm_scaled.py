@@ -3,7 +3,14 @@
 from tests.compile_check import Case
 
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
-from dist_moe.kernels_triton.grouped_gemm_scaled import CONFIGS, ROWS_PARTS, WGRAD_PARTS, _format_options, _tile_options
+from dist_moe.kernels_triton.grouped_gemm_scaled import (
+    CONFIGS,
+    ROWS_PARTS,
+    WGRAD_PARTS,
+    WGRAD_SCALED_DOT,
+    _format_options,
+    _tile_options,
+)
 
 VALUES = {MXFP8_E4M3: "fp8e4nv", MXFP8_E5M2: "fp8e5", MXFP4: "u8", NVFP4: "u8"}
 BLOCK_SCALED = {MXFP8_E4M3: "kind::mxf8f6f4.block_scale", MXFP8_E5M2: "kind::mxf8f6f4.block_scale"}
@@ -112,7 +119,7 @@ CASES = (
     *(rows_case("dgrad", MXFP8_E4M3, config) for config in (BY_HAND, DECODE, SCALED)),
     *(
         wgrad_case(MXFP8_E4M3, config, dtype, accumulate)
-        for config in (BY_HAND, SCALED)
+        for config in (BY_HAND, WGRAD_SCALED_DOT)
         for dtype in ("bf16", "fp32")
         for accumulate in (False, True)
     ),
