@@ -31,6 +31,7 @@ from dist_moe.formats import Format
 from dist_moe.quantized import check_scaled_rows, check_scaled_wgrad
 from dist_moe.shapes import next_power_of_2
 
+from . import grouped_gemm
 from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
 from ._scaled import ATOM_C, ATOM_R, E8M0_NAN, ELEMENTS
@@ -43,14 +44,9 @@ ROWS_PARTS, WGRAD_PARTS = tl.constexpr(2), tl.constexpr(4)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Tile of one program: block_m x block_n outputs, block_k values of the contraction a step (rows in wgrad)."""
+class Config(grouped_gemm.Config):
+    """As of grouped_gemm, block_k in values."""
 
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
     scaled_dot: bool = False  # the tensor cores multiply by the scales
 
 
@@ -606,16 +602,12 @@ def grouped_gemm_scaled(
     Args:    rows_per_expert: see pick_config, which config overrides.  num_sms: at most that many programs.
     Raises:  ValueError for other dtypes, layouts or widths.
     """
+    a, w, out = (a_values_XK, a_start_1, a_scales, a_scales_start_1), (w_values_LNK, w_scales), (out_XN, out_start_1)
     _rows_times_weight(
         "grouped_gemm_scaled",
-        a_values_XK,
-        a_start_1,
-        a_scales,
-        a_scales_start_1,
-        w_values_LNK,
-        w_scales,
-        out_XN,
-        out_start_1,
+        *a,
+        *w,
+        *out,
         row_start_P,
         num_rows_L,
         format=format,
@@ -648,16 +640,16 @@ def grouped_gemm_scaled_dgrad(
     config=None,
 ) -> None:
     """out[r] = bf16(dy[r] @ w[e]); see reference_products.grouped_gemm_scaled_dgrad, and grouped_gemm_scaled."""
+    dy, w, out = (
+        (dy_values_XN, dy_start_1, dy_scales, dy_scales_start_1),
+        (w_values_LNK, w_transposed_scales),
+        (out_XK, out_start_1),
+    )
     _rows_times_weight(
         "grouped_gemm_scaled_dgrad",
-        dy_values_XN,
-        dy_start_1,
-        dy_scales,
-        dy_scales_start_1,
-        w_values_LNK,
-        w_transposed_scales,
-        out_XK,
-        out_start_1,
+        *dy,
+        *w,
+        *out,
         row_start_P,
         num_rows_L,
         format=format,

@@ -180,8 +180,8 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
 def _activation_buffers(world: World, config: Config, plan: MemoryPlan):
     """For each local rank, what returns its activation buffer.
 
-    To pin host memory takes seconds, so that it may begin in a thread while the symmetric regions are set up. On the
-    way out the thread is waited for; a buffer that nobody took is gone with it.
+    Pinning host memory takes time, so that it may begin in a thread while the symmetric regions are set up. On the way
+    out the thread is waited for; a buffer that nobody took is gone with it.
     """
 
     def make() -> Tensor:

@@ -123,24 +123,31 @@ def _check_experts(op: str, x_RC: Tensor, row_start_P: Tensor | None, num_rows_L
         return
     if x_RC.shape[0] % ROW_ALIGNMENT:
         raise ValueError(f"{op}: a buffer of experts' rows must have a multiple of {ROW_ALIGNMENT}, got {len(x_RC)}")
-    L = len(num_rows_L)
-    for name, value, size in (("row_start_P", row_start_P, L + 1), ("num_rows_L", num_rows_L, L)):
+    for name, value in (("row_start_P", row_start_P), ("num_rows_L", num_rows_L)):
         _check_device(op, name, x_RC, value)
+    _check_tables(op, row_start_P, num_rows_L, len(num_rows_L))
+
+
+def _check_tables(op: str, row_start_P: Tensor, num_rows_L: Tensor, L: int) -> None:
+    for name, value, size in (("row_start_P", row_start_P, L + 1), ("num_rows_L", num_rows_L, L)):
         if value.dtype != torch.int32 or value.shape != (size,) or not value.is_contiguous() or L == 0:
             raise ValueError(f"{op}: {name} must be contiguous int32 [{size}], got {value.dtype} {list(value.shape)}")
+
+
+def _given_or_new(op: str, x: Tensor, out: Quantized | None, layout: Layout, blocked: bool) -> Quantized:
+    if out is None:
+        return Quantized(*_empty(layout, x.device))
+    _check_out(op, x, out, layout)
+    if blocked:
+        _check_blocked(op, out.scales)
+    return out
 
 
 def rows_out(op: str, x_RC, format: Format, blocked: bool, row_start_P, num_rows_L, out: Quantized | None) -> Quantized:
     """Check the arguments of quantize_rows; its outputs, new ones unless given."""
     _check_source(op, "x_RC", x_RC, 2, 1)
     _check_experts(op, x_RC, row_start_P, num_rows_L)
-    layout = rows_layout(*x_RC.shape, format, blocked)
-    if out is None:
-        return Quantized(*_empty(layout, x_RC.device))
-    _check_out(op, x_RC, out, layout)
-    if blocked:
-        _check_blocked(op, out.scales)
-    return out
+    return _given_or_new(op, x_RC, out, rows_layout(*x_RC.shape, format, blocked), blocked)
 
 
 def columns_out(op: str, x_RC, format: Format, blocked: bool, row_start_P, num_rows_L, out) -> Quantized:
@@ -151,13 +158,7 @@ def columns_out(op: str, x_RC, format: Format, blocked: bool, row_start_P, num_r
         raise ValueError(f"{op}: row_start_P and num_rows_L are needed: a block must not hold rows of two experts")
     if format.values_per_byte != 1:
         raise ValueError(f"{op}: {format.name} has two values of a row in a byte, columns need one; use MXFP8")
-    layout = columns_layout(*x_RC.shape, format, blocked)
-    if out is None:
-        return Quantized(*_empty(layout, x_RC.device))
-    _check_out(op, x_RC, out, layout)
-    if blocked:
-        _check_blocked(op, out.scales)
-    return out
+    return _given_or_new(op, x_RC, out, columns_layout(*x_RC.shape, format, blocked), blocked)
 
 
 def weights_out(op: str, w_GNK, format: Format, square: bool, out: QuantizedWeights | None) -> QuantizedWeights:
@@ -200,12 +201,6 @@ def _check_operand(op: str, name: str, values: Tensor, scales: Tensor, format: F
             raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} [any, {size}], got {found}")
 
 
-def _check_segments(op: str, row_start_P: Tensor, num_rows_L: Tensor, L: int) -> None:
-    for name, value, size in (("row_start_P", row_start_P, L + 1), ("num_rows_L", num_rows_L, L)):
-        if value.dtype != torch.int32 or value.shape != (size,) or not value.is_contiguous() or L == 0:
-            raise ValueError(f"{op}: {name} must be contiguous int32 [{size}], got {value.dtype} {list(value.shape)}")
-
-
 def _check_outer(op: str, name: str, outer: Tensor | None, format: Format, size: int | None) -> None:
     if not format.two_level:
         if outer is not None:
@@ -245,7 +240,7 @@ def check_scaled_rows(
         raise ValueError(f"{op}: out must be contiguous bf16 [any, {width}], got {out.dtype} {list(out.shape)}")
     _check_outer(op, "a_outer_inv", a_outer_inv, format, None)
     _check_outer(op, "w_outer_inv_L", w_outer_inv, format, L)
-    _check_segments(op, row_start_P, num_rows_L, L)
+    _check_tables(op, row_start_P, num_rows_L, L)
     return L, N, K
 
 
@@ -266,4 +261,4 @@ def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P
                 f"{op}: {name} scales must be [any, a multiple of {SCALE_ATOM[1]}], got {list(scales.shape)}"
             )
         _check_operand(op, name, values, scales, format, width, cols)
-    _check_segments(op, row_start_P, num_rows_L, out.shape[0])
+    _check_tables(op, row_start_P, num_rows_L, out.shape[0])

@@ -122,16 +122,12 @@ def grouped_gemm_scaled(
     Rows of padding are neither read nor written: whoever reads out reads the real rows only.
     Raises:  ValueError for other dtypes, layouts or widths.
     """
+    a, w, out = (a_values_XK, a_start_1, a_scales, a_scales_start_1), (w_values_LNK, w_scales), (out_XN, out_start_1)
     _scaled_rows(
         "grouped_gemm_scaled",
-        a_values_XK,
-        a_start_1,
-        a_scales,
-        a_scales_start_1,
-        w_values_LNK,
-        w_scales,
-        out_XN,
-        out_start_1,
+        *a,
+        *w,
+        *out,
         row_start_P,
         num_rows_L,
         format=format,
@@ -163,16 +159,16 @@ def grouped_gemm_scaled_dgrad(
 
     Args, Raises: as in grouped_gemm_scaled; formats with one value a byte.
     """
+    dy, w, out = (
+        (dy_values_XN, dy_start_1, dy_scales, dy_scales_start_1),
+        (w_values_LNK, w_transposed_scales),
+        (out_XK, out_start_1),
+    )
     _scaled_rows(
         "grouped_gemm_scaled_dgrad",
-        dy_values_XN,
-        dy_start_1,
-        dy_scales,
-        dy_scales_start_1,
-        w_values_LNK,
-        w_transposed_scales,
-        out_XK,
-        out_start_1,
+        *dy,
+        *w,
+        *out,
         row_start_P,
         num_rows_L,
         format=format,

@@ -118,7 +118,9 @@ def unmap_what_waits() -> None:
     _waiting.extend(still)
 
 
-class _DLTensor(ctypes.Structure):
+class _DLManagedTensor(ctypes.Structure):
+    """Of DLPack before version 1: a DLTensor, then two fields of its keeper."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -130,7 +132,6 @@ class _DLTensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-        # DLManagedTensor
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     ]
@@ -156,7 +157,7 @@ def tensor_over(address: int, num_bytes: int, device: torch.device, *, owner: ob
     belongs to none.
     """
     shape = (ctypes.c_int64 * 1)(num_bytes)
-    managed = _DLTensor(
+    managed = _DLManagedTensor(
         data=address,
         device_type=_DLPACK_DEVICES[device.type],
         device_id=device.index or 0,
