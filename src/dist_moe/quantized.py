@@ -23,6 +23,25 @@ class Quantized(NamedTuple):
     outer_inv_R: Tensor | None
 
 
+class Bundle(NamedTuple):
+    """Quantised rows of one call inside the activation buffer; where they lie is decided on the device.
+
+    values [X, C / values_per_byte], the whole buffer as rows of C values: row r of the call is row start_1 + r.
+    scales: the whole buffer in the dtype of scales, flat; the matrix of the call, always in blocked order, begins at
+    byte scales_start_1, a multiple of 128. Of rows, blocks along a row, it is [rows, align(C / block, 4)], and of
+    columns, blocks of 32 rows, [align(C, 128), rows / 32], where rows, with padding, is the last word of row_start_P.
+    outer_inv: the whole buffer as FP32, flat, row r's at outer_inv_start_1 + r; None but for two-level formats.
+    Starts: int64 [1], device.
+    """
+
+    values: Tensor
+    start_1: Tensor
+    scales: Tensor
+    scales_start_1: Tensor
+    outer_inv: Tensor | None = None
+    outer_inv_start_1: Tensor | None = None
+
+
 class QuantizedWeights(NamedTuple):
     """Weights [G, N, K] of G experts, scales in blocked order, each expert padded to whole atoms by itself.
 
