@@ -164,14 +164,19 @@ def verify(*, header, num_tokens_max, rank, fault_F):
 # ---- route -----------------------------------------------------------------------------------------------------------
 
 
-def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePlan:
-    """From all ranks' ids to this rank's row maps; an invalid id or an overflow anywhere is the fault of all ranks."""
+def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fault_F) -> RoutePlan:
+    """From all ranks' ids to this rank's row maps; an invalid id or an overflow anywhere is the fault of all ranks.
+
+    Every local expert begins at a multiple of row_alignment; one without rows takes none.
+    """
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
     L = num_experts // W
     i32 = {"dtype": torch.int32, "device": device}
     plan = RoutePlan(
         row_start_P=torch.zeros(L + 1, **i32),
+        num_rows_L=torch.zeros(L, **i32),
         rank_rows_W=torch.zeros(W, dtype=torch.int64, device=device),
+        num_routes_1=torch.zeros(1, **i32),
         num_pairs_1=torch.zeros(1, **i32),
         row_to_slot_R=torch.empty(capacity_rows, **i32),
         pair_rows_R=torch.empty(capacity_rows, **i32),
@@ -186,7 +191,9 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         ids_WTK[src, :T] = ids.peers[src][:T].to(device, torch.int64)
     invalid = (ids_WTK == shapes.INVALID_EXPERT).nonzero()
     owner_WTK = torch.where(ids_WTK >= 0, ids_WTK // L, -1)
-    plan.rank_rows_W.copy_(torch.bincount(owner_WTK[owner_WTK >= 0], minlength=W))
+    rows_WL = torch.bincount(ids_WTK[ids_WTK >= 0], minlength=num_experts).view(W, L)
+    padded_WL = (rows_WL + row_alignment - 1) // row_alignment * row_alignment
+    plan.rank_rows_W.copy_(padded_WL.sum(dim=1))
     most = int(plan.rank_rows_W.max())
     if len(invalid):
         _set_fault(fault_F, shapes.FAULT_INVALID_ID, *invalid[0].tolist())
@@ -199,16 +206,21 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
     # Routes of this rank in (source rank, token, k) order; a stable sort by expert gives the rows.
     slot_Q = (owner_WTK.flatten() == rank).nonzero().flatten()
     expert_Q = ids_WTK.flatten()[slot_Q] - rank * L
-    num_rows = len(slot_Q)
-    plan.row_start_P[1:] = torch.bincount(expert_Q, minlength=L).cumsum(0)
+    num_routes = len(slot_Q)
+    plan.num_routes_1.fill_(num_routes)
+    plan.num_rows_L.copy_(rows_WL[rank])
+    plan.row_start_P[1:] = padded_WL[rank].cumsum(0)
     order_R = torch.argsort(expert_Q, stable=True)
-    plan.row_to_slot_R[:num_rows] = slot_Q[order_R].int()
     row_Q = torch.empty_like(slot_Q)
-    row_Q[order_R] = torch.arange(num_rows, device=device)
-    plan.pair_rows_R[:num_rows] = row_Q.int()
+    row_Q[order_R] = torch.arange(num_routes, device=device)
+    first_row_L = rows_WL[rank].cumsum(0) - rows_WL[rank]
+    row_Q += (plan.row_start_P[:-1] - first_row_L)[expert_Q]
+    plan.row_to_slot_R[: int(plan.row_start_P[-1])] = -1
+    plan.row_to_slot_R[row_Q] = slot_Q.int()
+    plan.pair_rows_R[:num_routes] = row_Q.int()
 
     token_Q = slot_Q // K
-    first_Q = torch.ones(num_rows, dtype=torch.bool, device=device)
+    first_Q = torch.ones(num_routes, dtype=torch.bool, device=device)
     first_Q[1:] = token_Q[1:] != token_Q[:-1]
     start_pairs = first_Q.nonzero().flatten()
     below_WT = torch.zeros(W, T_max, dtype=torch.int64, device=device)
