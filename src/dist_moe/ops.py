@@ -61,7 +61,18 @@ def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, cont
     ctx = live_context(context)
     R, L, W = ctx.path.capacity_rows, ctx.experts_per_rank, ctx.world.size
     i32, i64 = torch.int32, torch.int64
-    sizes = [(L + 1, i32), (L, i32), (W, i64), (1, i32), (1, i32), (R, i32), (R, i32), (R, i32), (R, i32), (shapes.PLACE_WORDS, i64)]
+    sizes = [
+        (L + 1, i32),
+        (L, i32),
+        (W, i64),
+        (1, i32),
+        (1, i32),
+        (R, i32),
+        (R, i32),
+        (R, i32),
+        (R, i32),
+        (shapes.PLACE_WORDS, i64),
+    ]
     state = [x_TD.new_empty(size if save else 0, dtype=dtype) for size, dtype in sizes]
     return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *state
 
