@@ -13,14 +13,15 @@ Wire rows and values are moved as words of 32 bits, four scales one.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dist_moe import formats
 from dist_moe.quantized import check_wire_rows
-from dist_moe.shapes import align, cdiv, next_power_of_2
+from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay
 from ._launch import launched
-from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import RowTile, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
 from ._scaled import blocked_offset
 from .dispatch import NEGATIVE_ZERO
 
@@ -204,22 +205,25 @@ def _dispatch_packed_pairs(
                 tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], value, mask=here[:, None] & mask_v)
 
 
-def _words(tensor):
-    return tensor.view(torch.uint8).view(torch.int32)
+def pick_tile(format: formats.Format, width: int) -> RowTile:
+    """As much of the values in flight as dispatch has of its rows."""
+    return pick_row_tile(width // format.values_per_byte // 2)  # in elements of two bytes
 
 
-def wire_options(format: formats.Format, width: int) -> dict:
-    """Constexprs that both kernels take, and the options of the compiler."""
+def wire_options(format: formats.Format, width: int) -> dict[str, int]:
+    """Constexprs that both kernels take."""
     values_end, scales_end, _ = formats.packed_row_parts(format, width)
-    num_scales = scales_end - values_end
-    tile = pick_row_tile(align(values_end, 4) // 2)  # in elements of two bytes
     return {
         "WIRE_BYTES": formats.packed_row_bytes(format, width),
         "VALUE_WORDS": values_end // 4,
-        "NUM_SCALES": num_scales,
-        "BLOCK_V": tile.block_d // 2,
-        "BLOCK_S": next_power_of_2(cdiv(num_scales, 4)),
+        "NUM_SCALES": scales_end - values_end,
+        "BLOCK_V": pick_tile(format, width).block_d // 2,
+        "BLOCK_S": next_power_of_2(cdiv(scales_end - values_end, 4)),
     }
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8).view(torch.int32)
 
 
 def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, stop_1, num_sms=None):
@@ -233,7 +237,7 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     """
     (T_max, K), W = scores.own.shape, len(tokens.peers)
     width = check_wire_rows("dispatch_packed", tokens.own, rows, format)
-    tile = pick_row_tile(width // format.values_per_byte // 2)
+    tile = pick_tile(format, width)
     grid = row_grid(rows.values.device, tile, num_sms)
     outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
     into = (_words(rows.values), rows.start_1, _words(rows.scales), rows.scales_start_1, *outer, row_scores_R, stop_1)

@@ -39,10 +39,86 @@ from .dispatch import NEGATIVE_ZERO
 
 
 @functools.cache
-def pick_tile(width: int) -> RowTile:
-    """32 KB in flight a program; whole atoms of scales, so that no item begins inside one. Not tuned yet."""
-    atom, block = formats.SCALE_ATOM[0], formats.MXFP8_E4M3.block
-    return RowTile(rows=block, block_d=min(max(next_power_of_2(width), atom), 512))
+def pick_tile(format: formats.Format, width: int) -> RowTile:
+    """32 KB in flight a program, the most that its registers hold: e2m1, made by comparisons, takes more, so 16 KB."""
+    chunk = 512 if format.values_per_byte == 1 else 256
+    return RowTile(rows=format.block, block_d=min(max(next_power_of_2(width), formats.SCALE_ATOM[0]), chunk))
+
+
+@triton.jit
+def _put_rows(
+    v,  # [BLOCK, BLOCK_D] fp32, zeros in columns from `width` on, so that their scales are 0
+    block,
+    chunk,
+    real,
+    first,
+    width,
+    D,
+    values_ptr,
+    start_ptr,
+    scales_ptr,
+    scales_start_ptr,
+    ELEMENT: tl.constexpr,
+    VALUES_PER_BYTE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Real rows of a chunk into a bundle of rows."""
+    NUM_SCALES: tl.constexpr = BLOCK_D // BLOCK
+    BYTES: tl.constexpr = BLOCK_D // VALUES_PER_BYTE
+    ATOM_D: tl.constexpr = ATOM_C * BLOCK  # columns of values of an atom
+    blocks = tl.reshape(v, (BLOCK, NUM_SCALES, BLOCK))
+    amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
+    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    codes = value_codes(blocks * factor[:, :, None], ELEMENT)
+    codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    codes = tl.reshape(codes, (BLOCK, BLOCK_D))
+    if VALUES_PER_BYTE == 2:
+        codes = pack_pairs(codes, BLOCK, BLOCK_D)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    byte = chunk * BYTES + tl.arange(0, BYTES)
+    value_ptrs = values_ptr + (tl.load(start_ptr) + row) * (D // VALUES_PER_BYTE) + first // VALUES_PER_BYTE
+    mask = real[:, None] & (byte < width // VALUES_PER_BYTE)[None, :]
+    tl.store(value_ptrs[:, None] + byte[None, :], codes, mask=mask)
+    s = first // BLOCK + chunk * NUM_SCALES + tl.arange(0, NUM_SCALES)
+    offsets = blocked_offset(row[:, None], s[None, :], tl.cdiv(D, ATOM_D) * ATOM_C)
+    mask = real[:, None] & (s < tl.cdiv(first + width, ATOM_D) * ATOM_C)[None, :]
+    tl.store(scales_ptr + tl.load(scales_start_ptr) + offsets, scales, mask=mask)
+
+
+@triton.jit
+def _put_columns(
+    v,  # [BLOCK, BLOCK_D] fp32, zeros in rows of padding and in columns from `width` on
+    block,
+    chunk,
+    num_blocks,
+    first,
+    width,
+    D,
+    values_ptr,
+    start_ptr,
+    scales_ptr,
+    scales_start_ptr,
+    ELEMENT: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A chunk of a block of rows into a bundle of columns."""
+    amax = tl.max(bits_of(v) & MAGNITUDE, axis=0)
+    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    codes = value_codes(v * factor[None, :], ELEMENT)
+    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    offs_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    col = first + offs_d
+    value_ptrs = values_ptr + (tl.load(start_ptr) + row) * D
+    tl.store(value_ptrs[:, None] + col[None, :], codes, mask=(offs_d < width)[None, :])
+    offsets = tl.load(scales_start_ptr) + blocked_offset(col, block, num_blocks)
+    tl.store(scales_ptr + offsets, scales, mask=col < tl.cdiv(first + width, ATOM_R) * ATOM_R)
 
 
 @launched
@@ -87,20 +163,19 @@ def _dispatch_quantize(
     row_to_slot = [1, 0, -1, ...] gives rows of values -240 with scale 129 and 448 with 127, and columns
     [-240, 112, 0, ...] with scale 129 for the first 32 rows and zeros with scale 0 for rows 32 to 127.
     """
+    ROWS: tl.constexpr = rows_values_ptr is not None
+    COLUMNS: tl.constexpr = columns_values_ptr is not None
     rows_on = False
     columns_on = False
-    if rows_values_ptr is not None:
+    if ROWS:
         rows_on = tl.load(rows_stop_ptr) == 0
-    if columns_values_ptr is not None:
+    if COLUMNS:
         columns_on = tl.load(columns_stop_ptr) == 0
     if not (rows_on or columns_on):
         return
     num_rows = tl.load(num_rows_ptr)
     num_blocks = num_rows // BLOCK  # experts begin at multiples of whole atoms
     num_chunks = tl.cdiv(width, BLOCK_D)
-    padded_end = tl.cdiv(first + width, ATOM_R) * ATOM_R  # columns of x from `width` on are zeros with scale 0
-    NUM_SCALES: tl.constexpr = BLOCK_D // BLOCK
-    BYTES: tl.constexpr = BLOCK_D // VALUES_PER_BYTE
     parts = num_parts(num_blocks, sources)
     num_turns = parts * tl.cdiv(num_blocks, parts) * num_chunks
     for turn in range(tl.program_id(0), num_turns, tl.num_programs(0)):
@@ -129,36 +204,20 @@ def _dispatch_quantize(
             v = tl.load(x_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
             if staged_ptr is None and HALF == 0:
                 v = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], v, 0.0)
-            if rows_on:
-                blocks = tl.reshape(v, (BLOCK, NUM_SCALES, BLOCK))
-                amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
-                scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-                codes = value_codes(blocks * factor[:, :, None], ELEMENT)
-                codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
-                codes = tl.reshape(codes, (BLOCK, BLOCK_D))
-                if VALUES_PER_BYTE == 2:
-                    codes = pack_pairs(codes, BLOCK, BLOCK_D)
-                byte = chunk * BYTES + tl.arange(0, BYTES)
-                mask = real[:, None] & (byte < width // VALUES_PER_BYTE)[None, :]
-                value_ptrs = rows_values_ptr + (tl.load(rows_start_ptr) + row) * (D // VALUES_PER_BYTE)
-                tl.store(value_ptrs[:, None] + (first // VALUES_PER_BYTE + byte)[None, :], codes, mask=mask)
-                s = first // BLOCK + chunk * NUM_SCALES + tl.arange(0, NUM_SCALES)
-                offsets = blocked_offset(row[:, None], s[None, :], tl.cdiv(D, ATOM_R) * (ATOM_R // BLOCK))
-                mask = real[:, None] & (s < padded_end // BLOCK)[None, :]
-                tl.store(rows_scales_ptr + tl.load(rows_scales_start_ptr) + offsets, scales, mask=mask)
-            if columns_on:
+            if ROWS and rows_on:
+                _put_rows(
+                    v, block, chunk, real, first, width, D,
+                    rows_values_ptr, rows_start_ptr, rows_scales_ptr, rows_scales_start_ptr,
+                    ELEMENT, VALUES_PER_BYTE, NAN_CODE, BLOCK, RECIPROCAL, BLOCK_D,
+                )  # fmt: skip
+            if COLUMNS and columns_on:
                 if SCALED:
                     v = v * score[:, None]
-                amax = tl.max(bits_of(v) & MAGNITUDE, axis=0)
-                scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-                codes = value_codes(v * factor[None, :], ELEMENT)
-                codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
-                col = first + offs_d
-                value_ptrs = columns_values_ptr + (tl.load(columns_start_ptr) + row) * D
-                tl.store(value_ptrs[:, None] + col[None, :], codes, mask=(offs_d < width)[None, :])
-                offsets = blocked_offset(col, block, num_blocks)
-                scale_ptrs = columns_scales_ptr + tl.load(columns_scales_start_ptr) + offsets
-                tl.store(scale_ptrs, scales, mask=col < padded_end)
+                _put_columns(
+                    v, block, chunk, num_blocks, first, width, D,
+                    columns_values_ptr, columns_start_ptr, columns_scales_ptr, columns_scales_start_ptr,
+                    ELEMENT, NAN_CODE, BLOCK, RECIPROCAL, BLOCK_D,
+                )  # fmt: skip
 
 
 def _parts(bundle: Bundle | None, stop_1) -> tuple:
@@ -170,7 +229,7 @@ def _parts(bundle: Bundle | None, stop_1) -> tuple:
 
 
 def _launch(source, plan, row_scores_R, outputs, sizes, *, half, K, format, scaled_columns, num_sms):
-    tile = pick_tile(sizes[-2])
+    tile = pick_tile(format, sizes[-2])
     _dispatch_quantize[row_grid(plan.row_to_slot_R.device, tile, num_sms)](
         *source, plan.row_to_slot_R, plan.row_start_P[-1:], row_scores_R, *outputs, *sizes,
         HALF=half, K=K, SCALED=scaled_columns, VALUES_PER_BYTE=format.values_per_byte, **format_options(format),
