@@ -281,3 +281,59 @@ def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P
             )
         _check_operand(op, name, values, scales, format, width, cols)
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
+
+
+# Producers of bundles. Where a bundle begins is a device word, which no check can read.
+
+
+def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """A bundle of rows, or columns, of `width` values in a format."""
+    for part, tensor, dtype, inner in (
+        ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
+        ("scales", bundle.scales, format.scale_dtype, ()),
+    ):
+        fits = tensor.dtype == dtype and tensor.dim() == 1 + len(inner) and tensor.shape[1:] == inner
+        if not fits or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
+            wanted = f"contiguous {dtype} {['any', *inner]}"
+            raise ValueError(f"{op}: {name}.{part} must be {wanted}, got {found}")
+    _check_outer(op, f"{name}.outer_inv", bundle.outer_inv, format, None)
+
+
+def check_producer(op: str, format: Format, rows: Bundle | None, columns: Bundle | None, width: int) -> None:
+    """The bundles that an op makes, at least one, a chunk of columns at a time."""
+    if format.two_level:
+        raise ValueError(f"{op}: {format.name} has an outer scale over the whole row, which no chunk of it knows")
+    if rows is None and columns is None:
+        raise ValueError(f"{op}: rows and columns are both None, one must be given")
+    if rows is not None:
+        check_bundle(op, "rows", rows, format, width)
+    if columns is not None:
+        _check_one_byte(op, format)
+        check_bundle(op, "columns", columns, format, width)
+
+
+def check_staged(op: str, staged: Tensor, window: tuple[int, int], width: int) -> None:
+    """Rows that hold columns first .. first + size of `width`, such that no other window has a part of an atom."""
+    first, size = window
+    end = first + size
+    if first % SCALE_ATOM[0] or size % DIM_MULTIPLE or not 0 < size or (end % SCALE_ATOM[0] and end != width):
+        wanted = f"(first, size) with ends at multiples of {SCALE_ATOM[0]} or at {width}"
+        raise ValueError(f"{op}: window must be {wanted}, got {window}")
+    if end > width:
+        raise ValueError(f"{op}: window {window} ends behind the {width} columns of the bundles")
+    fits = staged.dim() == 2 and staged.shape[1] >= size and staged.shape[1] % DIM_MULTIPLE == 0
+    if staged.dtype != torch.bfloat16 or not fits or not staged.is_contiguous():
+        wanted = f"contiguous bf16 [any, a multiple of {DIM_MULTIPLE} from {size} on]"
+        raise ValueError(f"{op}: staged_XS must be {wanted}, got {staged.dtype} {list(staged.shape)}")
+
+
+def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> int:
+    """Packed rows uint8 [1, T_max, B] and the bundle they go to; the number of values in a row."""
+    width = rows.values.shape[-1] * format.values_per_byte
+    check_bundle(op, "rows", rows, format, width)
+    num_bytes = packed_row_bytes(format, width)
+    if tokens.dtype != torch.uint8 or tokens.dim() != 3 or tokens.shape[2] != num_bytes:
+        wanted = f"uint8 [1, T_max, {num_bytes}] for rows of {width} values in {format.name}"
+        raise ValueError(f"{op}: tokens must be {wanted}, got {tokens.dtype} {list(tokens.shape)}")
+    return width
