@@ -281,3 +281,71 @@ def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P
             )
         _check_operand(op, name, values, scales, format, width, cols)
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
+
+
+# Bundles
+
+
+def _check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """Values of rows of `width`, and flat scales; where they begin no check can read."""
+    if width == 0 or width % DIM_MULTIPLE:
+        raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
+    values, scales = bundle.values, bundle.scales
+    shape = (width // format.values_per_byte,)
+    if values.dtype != format.value_dtype or values.shape[1:] != shape or not values.is_contiguous():
+        wanted, found = f"contiguous {format.value_dtype} [any, {shape[0]}]", f"{values.dtype} {list(values.shape)}"
+        raise ValueError(f"{op}: {name}.values must be {wanted}, got {found}, strides {values.stride()}")
+    if scales.dtype != format.scale_dtype or scales.dim() != 1 or not scales.is_contiguous():
+        found = f"{scales.dtype} {list(scales.shape)}, strides {scales.stride()}"
+        raise ValueError(f"{op}: {name}.scales must be contiguous {format.scale_dtype} [any], got {found}")
+
+
+def check_rows_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """Check a bundle of rows of `width` values, blocks along a row."""
+    _check_bundle(op, name, bundle, format, width)
+    _check_outer(op, f"{name}.outer_inv", bundle.outer_inv, format, None)
+
+
+def check_columns_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """Check a bundle of rows of `width` values, blocks of 32 rows of a column."""
+    _check_one_byte(op, format)
+    _check_bundle(op, name, bundle, format, width)
+    _check_outer(op, f"{name}.outer_inv", bundle.outer_inv, format, None)
+
+
+def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle) -> int:
+    """Check the arguments of swiglu_quantize; F."""
+    F = _half_width(op, h1_X2F)
+    check_rows_bundle(op, "rows", rows, format, F)
+    return F
+
+
+def check_swiglu_backward_quantize(
+    op: str,
+    h1_X2F: Tensor,
+    g2_XF: Tensor,
+    format: Format,
+    g1_rows: Bundle,
+    g1_columns: Bundle | None,
+    h2_columns: Bundle | None,
+) -> int:
+    """Check the arguments of swiglu_backward_quantize; F."""
+    _check_one_byte(op, format)
+    F = _half_width(op, h1_X2F)
+    _check_bf16_rows(op, "g2_XF", g2_XF, F)
+    check_rows_bundle(op, "g1_rows", g1_rows, format, 2 * F)
+    for name, bundle, width in (("g1_columns", g1_columns, 2 * F), ("h2_columns", h2_columns, F)):
+        if bundle is not None:
+            check_columns_bundle(op, name, bundle, format, width)
+    return F
+
+
+def _half_width(op: str, h1_X2F: Tensor) -> int:
+    _check_bf16_rows(op, "h1_X2F", h1_X2F, h1_X2F.shape[-1])
+    return h1_X2F.shape[1] // 2
+
+
+def _check_bf16_rows(op: str, name: str, rows_XC: Tensor, width: int) -> None:
+    if rows_XC.dtype != torch.bfloat16 or rows_XC.shape[1:] != (width,) or not rows_XC.is_contiguous():
+        found = f"{rows_XC.dtype} {list(rows_XC.shape)}, strides {rows_XC.stride()}"
+        raise ValueError(f"{op}: {name} must be contiguous bf16 [X, {width}], got {found}")
