@@ -283,11 +283,13 @@ def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
 
 
-# Producers of bundles. Where a bundle begins is a device word, which no check can read.
+# Producers of bundles
 
 
 def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
-    """A bundle of rows, or columns, of `width` values in a format."""
+    """A bundle of rows, or columns, of `width` values in a format; where it begins no check can read."""
+    if width == 0 or width % DIM_MULTIPLE:
+        raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
     for part, tensor, dtype, inner in (
         ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
         ("scales", bundle.scales, format.scale_dtype, ()),
@@ -337,3 +339,39 @@ def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> in
         wanted = f"uint8 [1, T_max, {num_bytes}] for rows of {width} values in {format.name}"
         raise ValueError(f"{op}: tokens must be {wanted}, got {tokens.dtype} {list(tokens.shape)}")
     return width
+def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle) -> int:
+    """Check the arguments of swiglu_quantize; F."""
+    F = _half_width(op, h1_X2F)
+    check_bundle(op, "rows", rows, format, F)
+    return F
+
+
+def check_swiglu_backward_quantize(
+    op: str,
+    h1_X2F: Tensor,
+    g2_XF: Tensor,
+    format: Format,
+    g1_rows: Bundle,
+    g1_columns: Bundle | None,
+    h2_columns: Bundle | None,
+) -> int:
+    """Check the arguments of swiglu_backward_quantize; F."""
+    _check_one_byte(op, format)
+    F = _half_width(op, h1_X2F)
+    _check_bf16_rows(op, "g2_XF", g2_XF, F)
+    check_bundle(op, "g1_rows", g1_rows, format, 2 * F)
+    for name, bundle, width in (("g1_columns", g1_columns, 2 * F), ("h2_columns", h2_columns, F)):
+        if bundle is not None:
+            check_bundle(op, name, bundle, format, width)
+    return F
+
+
+def _half_width(op: str, h1_X2F: Tensor) -> int:
+    _check_bf16_rows(op, "h1_X2F", h1_X2F, h1_X2F.shape[-1])
+    return h1_X2F.shape[1] // 2
+
+
+def _check_bf16_rows(op: str, name: str, rows_XC: Tensor, width: int) -> None:
+    if rows_XC.dtype != torch.bfloat16 or rows_XC.shape[1:] != (width,) or not rows_XC.is_contiguous():
+        found = f"{rows_XC.dtype} {list(rows_XC.shape)}, strides {rows_XC.stride()}"
+        raise ValueError(f"{op}: {name} must be contiguous bf16 [X, {width}], got {found}")

@@ -556,13 +556,13 @@ def _gate_up(h1: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor
 
 
 def activate(h1: Tensor, activation: Activation) -> Tensor:
-    """h2 = bf16(act(gate, up)) of rows [.., 2F]: gate * sigmoid * up, in this order."""
+    """FP32 h2 = act(gate, up) of rows [.., 2F]: gate * sigmoid * up, in this order."""
     gate, up, sig = _gate_up(h1, activation)
-    return (gate * sig * up).to(torch.bfloat16)
+    return gate * sig * up
 
 
 def activate_backward(h1: Tensor, d_h2: Tensor, activation: Activation) -> Tensor:
-    """bf16 [dgate | dup] for an FP32 gradient of h2. At exactly a limit the gradient passes."""
+    """FP32 [dgate | dup] for an FP32 gradient of h2. At exactly a limit the gradient passes."""
     gate, up, sig = _gate_up(h1, activation)
     if activation.clamped:
         d_gate = d_h2 * up * (sig + activation.alpha * gate * sig * (1.0 - sig))
@@ -572,7 +572,7 @@ def activate_backward(h1: Tensor, d_h2: Tensor, activation: Activation) -> Tenso
     else:
         d_gate = d_h2 * up * sig * (1.0 + gate - gate * sig)
         d_up = d_h2 * gate * sig
-    return torch.cat([d_gate, d_up], dim=1).to(torch.bfloat16)
+    return torch.cat([d_gate, d_up], dim=1)
 
 
 def swiglu(h1_X2F, h1_start_1, h2_XF, h2_start_1, row_start_P, *, activation, stop_1, num_sms=None):
@@ -592,7 +592,7 @@ def swiglu_backward(
         return
     h1, g2 = _rows(h1_X2F, h1_start_1, row_start_P), _rows(g2_XF, g2_start_1, row_start_P)
     score = row_scores_R[: len(h1), None]
-    h2 = activate(h1, activation).float()
+    h2 = activate(h1, activation).to(torch.bfloat16).float()
     grad_h2 = g2.float()
     score_grads_R[: len(h1)] = (grad_h2 * h2).sum(dim=1)
     h1.copy_(activate_backward(h1, score * grad_h2, activation))
