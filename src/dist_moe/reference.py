@@ -680,3 +680,7 @@ def finish(fault_F, host_fault_F, outs):
         for out in outs:
             out.fill_(float("nan"))
         host_fault_F.copy_(fault_F)
+
+
+from .reference_producers import dispatch_packed, dispatch_quantize, quantize_received  # noqa
+from .reference_swiglu import swiglu_backward_quantize, swiglu_quantize  # noqa
