@@ -208,24 +208,26 @@ def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
     return out_TB
 
 
-# Products. An operand is a Bundle; where it begins device words say, which no check can read.
+# Bundles and products of them
 
 
-def _check_bundle(op: str, name: str, rows: Bundle, format: Format, width: int, outer: bool) -> None:
-    """values [any, width / values_per_byte], scales and, if wanted, inverse outer scales flat; all contiguous."""
+def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """A bundle of rows, or columns, of `width` values; where it begins no check can read."""
+    if width == 0 or width % DIM_MULTIPLE:
+        raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
     for part, tensor, dtype, size in (
-        ("values", rows.values, format.value_dtype, (width // format.values_per_byte,)),
-        ("scales", rows.scales, format.scale_dtype, ()),
-        ("outer_inv", rows.outer_inv, torch.float32, ()),
+        ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
+        ("scales", bundle.scales, format.scale_dtype, ()),
+        ("outer_inv", bundle.outer_inv, torch.float32, ()),
     ):
-        if part == "outer_inv" and not outer:
+        if part == "outer_inv" and not format.two_level:
             if tensor is not None:
-                raise ValueError(f"{op}: {name} outer_inv must be None, as {format.name} has no outer scales")
+                raise ValueError(f"{op}: {name}.outer_inv must be None, as {format.name} has no outer scales")
             continue
         fits = tensor is not None and tensor.dim() == 1 + len(size) and tensor.shape[1:] == size
         if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
             found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} {['any', *size]}, got {found}")
+            raise ValueError(f"{op}: {name}.{part} must be contiguous {dtype} {['any', *size]}, got {found}")
 
 
 def _check_one_byte(op: str, format: Format) -> None:
@@ -259,7 +261,7 @@ def check_scaled_rows(
         raise ValueError(f"{op}: w_values_LNK must be {wanted}, got {w_values.dtype} {list(w_values.shape)}")
     L, N, K = w_values.shape[0], w_values.shape[1], w_values.shape[2] * V
     contraction, all_columns = (N, K) if dgrad else (K, N)
-    _check_bundle(op, "dy" if dgrad else "a", a, format, contraction, format.two_level)
+    check_bundle(op, "dy" if dgrad else "a", a, format, contraction)
     rows, cols = padded_scales(all_columns, contraction // format.block)
     fits = w_scales.shape == (L * rows, cols) and w_scales.is_contiguous()
     if w_scales.dtype != format.scale_dtype or not fits:
@@ -282,28 +284,12 @@ def check_scaled_wgrad(op: str, dy: Bundle, x: Bundle, row_start_P, num_rows_L, 
     if out.dtype not in (torch.bfloat16, torch.float32) or not fits or not out.is_contiguous():
         wanted = f"contiguous bf16 or fp32 [L, N, K] with N and K multiples of {DIM_MULTIPLE}"
         raise ValueError(f"{op}: out_LNK must be {wanted}, got {out.dtype} {list(out.shape)}")
-    _check_bundle(op, "dy", dy, format, out.shape[1], False)
-    _check_bundle(op, "x", x, format, out.shape[2], False)
+    check_bundle(op, "dy", dy, format, out.shape[1])
+    check_bundle(op, "x", x, format, out.shape[2])
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
 
 
 # Producers of bundles
-
-
-def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
-    """A bundle of rows, or columns, of `width` values in a format; where it begins no check can read."""
-    if width == 0 or width % DIM_MULTIPLE:
-        raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
-    for part, tensor, dtype, inner in (
-        ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
-        ("scales", bundle.scales, format.scale_dtype, ()),
-    ):
-        fits = tensor.dtype == dtype and tensor.dim() == 1 + len(inner) and tensor.shape[1:] == inner
-        if not fits or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
-            wanted = f"contiguous {dtype} {['any', *inner]}"
-            raise ValueError(f"{op}: {name}.{part} must be {wanted}, got {found}")
-    _check_outer(op, f"{name}.outer_inv", bundle.outer_inv, format, None)
 
 
 def check_producer(op: str, format: Format, rows: Bundle | None, columns: Bundle | None, width: int) -> None:
