@@ -151,6 +151,8 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     if not _runs(rows, stop_1):
         return
     packed, _ = _pull(plan, tokens=tokens, half=0, scores=scores, row_scores_R=row_scores_R)
+    if len(packed) == 0:
+        return
     found, slot_R = unpack_rows(packed, format, width), plan.row_to_slot_R
     real = (slot_R[: len(packed)] >= 0).nonzero().flatten()
     rows.values.view(torch.uint8)[int(rows.start_1[0]) + real] = found.values.view(torch.uint8)[real]

@@ -1,4 +1,4 @@
-"""Ranks whose experts begin at multiples of 128 rows, and bundles in poisoned memory, for the tests of the producers."""
+"""Ranks whose experts begin at multiples of 128 rows, and bundles in poisoned memory, for tests of the producers."""
 
 import torch
 from tests.kernels_triton.row_cases import GUARD_ROWS, NAN, Ranks

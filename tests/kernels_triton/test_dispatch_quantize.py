@@ -89,7 +89,7 @@ CASES = [
     ("scaled, an expert of more than an atom", "one_expert", 2, 70, 2, 2, 160, MXFP8_E4M3, "both", 1, True, [128, 32]),
     ("scaled columns alone", "dropped(0.5)", 3, 17, 3, 1, 288, MXFP8_E5M2, "columns", 1, True, [256, 32]),
     ("rows alone", "empty_ranks", 4, 6, 3, 1, 96, MXFP8_E4M3, "rows", 0, False, [96]),
-    ("rows of two values in a byte", "duplicates", 1, 9, 4, 4, 160, MXFP4, "rows", 0, False, [128, 32]),
+    ("rows of two values in a byte", "duplicates", 1, 9, 2, 2, 160, MXFP4, "rows", 0, False, [128, 32]),
     ("scaled x, whose zeros keep signs", "uniform", 1, 40, 1, 1, 64, MXFP8_E4M3, "both", 0, True, [64]),
 ]
 EACH_CASE = {
