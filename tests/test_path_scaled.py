@@ -79,3 +79,45 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
 def test_training_against_the_layer_with_quantised_operands(case, backend):
     inputs = case.inputs()
     assert_close_to_scaled(run(config_of(case), inputs, backend), dense_scaled(case, inputs))
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
+@pytest.mark.parametrize("case", SCALED_CASES, ids=str)
+def test_inference_against_the_layer_with_quantised_operands(case, block_scaled, backend):
+    config = config_of(case, block_scaled, **INFERENCE)
+    inputs = case.inputs()
+    results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
+    assert_close_to_scaled(results, dense_scaled(case, inputs, by_name(block_scaled.format), training=False))
+
+
+# Equal bits
+
+
+@pytest.mark.parametrize("case", [Case("per route", K=2, E=4), STAGED], ids=str)
+def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
+    case = replace(case, routing="zipf(1.0)")
+    inputs, device = case.inputs(), device_of(backend)
+    first, *others = [run(config_of(case, **slot), inputs, backend) for slot in slots_of(case, MXFP8).values()]
+    again = run(config_of(case), inputs, backend)
+    ready = run(config_of(case), prepared(inputs, config_of(case), device=device), backend)
+    for other in (*others, again, ready):
+        assert_results_equal(other, first)
+    outs = run(config_of(case), forward_only(inputs), backend)
+    for rank, (out, want) in enumerate(zip(outs, first, strict=True)):
+        assert torch.equal(out.out_TD, want.out_TD), rank
+
+
+def test_dynamic_and_prepared_inference_are_equal(backend):
+    config, inputs = config_of(STAGED, **INFERENCE), STAGED.inputs()
+    dynamic = run(config, forward_only(inputs), backend)
+    ready = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
+    assert_results_equal(ready, dynamic)
+
+
+# Against bf16
+
+
+def whole(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """Relative error and cosine over the whole tensor."""
+    a, b = a.double().flatten(), b.double().flatten()
+    return float((a - b).norm() / b.norm()), float(a @ b / (a.norm() * b.norm()))

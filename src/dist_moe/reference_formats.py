@@ -307,7 +307,7 @@ def quantize_weights(w_GNK, *, format, square=False, out=None) -> QuantizedWeigh
     return out
 
 
-def pack_rows(x_TD, *, format, out_TB=None) -> Tensor:
+def pack_rows(x_TD, *, format, out_TB=None, num_sms=None) -> Tensor:
     """Rows as they go on the wire, uint8: values, scales in natural order, the inverse outer scale, padding of zeros.
 
     Args:    x_TD: as in quantize_rows.  out_TB: contiguous [T, packed_row_bytes], else new memory.
@@ -328,13 +328,13 @@ def pack_rows(x_TD, *, format, out_TB=None) -> Tensor:
 
 def unpack_rows(packed_TB: Tensor, format: Format, width: int) -> Quantized:
     """The values, scales and inverse outer scales of rows on the wire, as new tensors."""
-    values_end, scales_end, outer_end = packed_row_parts(format, width)
-    outer_inv = packed_TB[:, scales_end:outer_end].contiguous().view(torch.float32)[:, 0] if format.two_level else None
-    return Quantized(
-        packed_TB[:, :values_end].contiguous().view(format.value_dtype),
-        packed_TB[:, values_end:scales_end].contiguous().view(format.scale_dtype),
-        outer_inv,
+    ends = packed_row_parts(format, width)
+    values, scales, outer = (
+        packed_TB[:, start:end].clone(memory_format=torch.contiguous_format)
+        for start, end in zip((0, *ends), ends, strict=False)
     )
+    outer_inv_T = outer.view(torch.float32)[:, 0] if format.two_level else None
+    return Quantized(values.view(format.value_dtype), scales.view(format.scale_dtype), outer_inv_T)
 
 
 # ---- back to FP32 --------------------------------------------------------------------------------------------------
