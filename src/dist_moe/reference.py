@@ -78,8 +78,9 @@ def publish(
     ids,
     scores,
     stop_1,
+    packed=False,
 ):
-    """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+    """Write this rank's rows, unless they are packed already, resolved routes and header into its own regions; `call_1` counts up.
 
     A slot with an expert and a score of 0 gets -0.0 where the token's row of `check_TD` is not finite: its x is
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
@@ -89,7 +90,8 @@ def publish(
         return
     T = x_TD.shape[0]
     call_1 += 1
-    tokens.own[half, :T] = x_TD
+    if not packed:
+        tokens.own[half, :T] = x_TD
     own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
     if not _stopped(check_skip_1):
         broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
@@ -399,24 +401,27 @@ def _experts(row_start_P: Tensor):
     return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(starts)))
 
 
-def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, num_sms=None):
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, columns=None, num_sms=None):
     """Pull the rows routed to this rank into expert-major order, with their scores; the same bits in both schemes.
 
-    Half 0 is x: a row whose score is -0.0 comes as zeros. Half 1 is dy, which comes as it is.
+    Half 0 is x: a row whose score is -0.0 comes as zeros. Half 1 is dy, which comes as it is. Of a window of columns
+    (first, width) those alone come, as the first columns of the rows. Rows of padding stay as they are.
     """
     if _stopped(stop_1):
         return
     rows = _rows(rows_XD, start_1, plan.row_start_P)
     T_max, K = scores.own.shape
+    first, width = (0, tokens.own.shape[-1]) if columns is None else columns
     slot = plan.row_to_slot_R[: len(rows)].long()
     token, k = slot // K, slot % K
-    src, t = token // T_max, token % T_max
+    src, t = token // T_max, token % T_max  # of padding, src is -1
     for peer in range(len(tokens.peers)):
         here = (src == peer).nonzero().flatten()
         row_scores = scores.peers[peer][t[here], k[here]].to(rows.device)
         row_scores_R[here] = row_scores
         dead = (row_scores == 0) & torch.signbit(row_scores) & (half == 0)
-        rows[here] = torch.where(dead[:, None], 0.0, tokens.peers[peer][half, t[here]].to(rows.device)).to(rows.dtype)
+        values = tokens.peers[peer][half, t[here], first : first + width].to(rows.device)
+        rows[here, :width] = torch.where(dead[:, None], 0.0, values).to(rows.dtype)
 
 
 def grouped_gemm(
@@ -525,23 +530,36 @@ def swiglu_backward(
 
 
 def combine(
-    plan, rows_XD, start_1, *, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, stop_1, num_sms=None
+    plan,
+    rows_XD,
+    start_1,
+    *,
+    outputs,
+    dedup,
+    row_scores_R,
+    row_score_grads_R,
+    score_grads,
+    stop_1,
+    columns=None,
+    num_sms=None,
 ):
     """Push the rows back to their owners: each route into outputs[t, k], or, de-duplicated, one sum a (token, rank).
 
     The sum of a pair runs in slot order in FP32, each row times its score when `row_scores_R` is given. Backward also
-    pushes the score gradients.
+    pushes the score gradients. With columns (first, width) the first columns of the rows go into those of the outputs.
     """
     if _stopped(stop_1):
         return
-    rows = _rows(rows_XD, start_1, plan.row_start_P)
-    (T_max, J, D), R = outputs.own.shape, len(rows)
+    T_max, J, D = outputs.own.shape
+    first, width = (0, D) if columns is None else columns
+    rows = _rows(rows_XD, start_1, plan.row_start_P)[:, :width]
+    R = len(rows)
     slot = plan.row_to_slot_R[:R].long()
     if dedup:
         num_pairs = int(plan.num_pairs_1[0])
         start = plan.pair_start_R[:num_pairs].long()
-        count = torch.diff(start, append=torch.tensor([R], device=start.device))
-        pushed = torch.zeros(num_pairs, D, dtype=torch.float32, device=rows.device)
+        count = torch.diff(start, append=plan.num_routes_1.long())
+        pushed = torch.zeros(num_pairs, width, dtype=torch.float32, device=rows.device)
         for i in range(int(count.max()) if num_pairs else 0):
             more = (count > i).nonzero().flatten()
             row = plan.pair_rows_R[start[more] + i].long()
@@ -550,14 +568,15 @@ def combine(
         pushed, target = pushed.to(rows.dtype), plan.pair_output_R[:num_pairs].long()
     else:
         pushed, target = rows, slot
-    _scatter(pushed, target, [peer.view(-1, D) for peer in outputs.peers], T_max * J)
+    windows = [peer.view(-1, D)[:, first : first + width] for peer in outputs.peers]
+    _scatter(pushed, target, windows, T_max * J)
     if score_grads is not None:
         flat = [peer.view(-1) for peer in score_grads.peers]
         _scatter(row_score_grads_R[:R], slot, flat, flat[0].shape[0])
 
 
 def _scatter(rows: Tensor, target: Tensor, peers: list[Tensor], stride: int) -> None:
-    """peers[target // stride][target % stride] = rows."""
+    """peers[target // stride][target % stride] = rows; one of padding, with target -1, goes nowhere."""
     for w, peer in enumerate(peers):
         here = (target // stride == w).nonzero().flatten()
         peer[target[here] % stride] = rows[here].to(peer.device)
