@@ -130,12 +130,12 @@ def _count(
     tl.store(pairs_ptr + block, tl.sum(tl.max(own.to(tl.int32), axis=1)))
 
     ids = tl.reshape(ids, [BLOCK_T * BLOCK_K])
-    group = tl.where(ids >= 0, ids // group_size, NO_EXPERT)
+    group = ids // group_size
     num_groups = W * L // group_size
     group_rows_row = group_rows_ptr + block.to(tl.int64) * num_groups
     for g0 in range(0, num_groups, BLOCK_G):
         g = g0 + tl.arange(0, BLOCK_G)
-        here = (group >= g0) & (group < g0 + BLOCK_G)
+        here = (ids >= g0 * group_size) & (ids < (g0 + BLOCK_G) * group_size)
         routes = tl.histogram(tl.where(here, group - g0, 0), BLOCK_G, mask=here)
         tl.store(group_rows_row + g, routes, mask=g < num_groups)
 

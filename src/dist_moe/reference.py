@@ -81,7 +81,8 @@ def publish(
     stop_1,
     packed=False,
 ):
-    """Write this rank's rows, unless they are packed already, resolved routes and header into its own regions; `call_1` counts up.
+    """Write this rank's rows, unless packed ones are there, resolved routes and header into its own regions; `call_1`
+    counts up.
 
     A slot with an expert and a score of 0 gets -0.0 where the token's row of `check_TD` is not finite: its x is
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the

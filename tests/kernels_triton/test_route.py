@@ -247,7 +247,6 @@ def test_any_routing(device, routing, alignment):
     check_rules(Ranks(device, routing.ids, E=routing.num_experts, T_max=T_max, alignment=alignment))
 
 
-@each_alignment
 @pytest.mark.parametrize(
     ("W", "T", "K", "E"),
     [
@@ -264,19 +263,31 @@ def test_any_routing(device, routing, alignment):
         pytest.param(2, 8, 2, 2048, id="E-2048"),
     ],
 )
-def test_shapes(device, W, T, K, E, alignment):
+def test_shapes(device, W, T, K, E):
     ids = [torch.stack([torch.randperm(E)[:K] for _ in range(T)]) for _ in range(W)]
     for above, winner in ((256, E - 1), (1024, E - 2)):
         if above < E:
             ids[0][0, 0], ids[-1][T - 1, K - 1] = winner, winner - 2
-    check_rules(Ranks(device, ids, E=E, T_max=T + 1, alignment=alignment))
+    check_rules(Ranks(device, ids, E=E, T_max=T + 1))
 
 
-@each_alignment
+@pytest.mark.parametrize(
+    ("W", "T", "K", "E"),
+    [
+        pytest.param(3, 9, 6, 60, id="E-60"),
+        pytest.param(5, 4, 4, 520, id="several-steps-of-groups"),
+        pytest.param(1, 2, 40, 64, id="several-steps-of-K"),
+    ],
+)
+def test_shapes_of_aligned_experts(device, W, T, K, E):
+    ids = [torch.stack([torch.randperm(E)[:K] for _ in range(T)]) for _ in range(W)]
+    check_rules(Ranks(device, ids, E=E, T_max=T + 1, alignment=128))
+
+
 @pytest.mark.parametrize("routing", testing.ROUTINGS)
-def test_named_routings(device, routing, alignment):
+def test_named_routings(device, routing):
     ids = testing.routing(routing, num_ranks=4, T=6, K=3, E=8, seed=1)
-    check_rules(Ranks(device, ids, E=8, alignment=alignment))
+    check_rules(Ranks(device, ids, E=8))
 
 
 @each_alignment

@@ -26,10 +26,11 @@ def cases(name: str, W: int, T_max: int, K: int, L: int, alignment: int = 1, **c
                 "invalid_ptr": I32,
                 "fault_ptr": "*i64",
                 "W": "i32",
-                "group_size": "i32",
+                **({} if aligned else {"group_size": "i32"}),
                 **SIZES,
             },
             {
+                **({"group_size": 1} if aligned else {}),
                 "K": K,
                 "BLOCK_T": config.block_t,
                 "BLOCK_K": config.block_k,
