@@ -355,6 +355,7 @@ def grouped_gemm_scaled(
     format,
     w_outer_inv_L=None,
     columns=None,
+    square=False,
     stop_1,
     num_sms=None,
     rows_per_expert=None,

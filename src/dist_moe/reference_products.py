@@ -84,6 +84,7 @@ def grouped_gemm_scaled(
     format,
     w_outer_inv_L=None,
     columns=None,
+    square=False,
     stop_1,
     num_sms=None,
     rows_per_expert=None,
@@ -95,6 +96,7 @@ def grouped_gemm_scaled(
              has num_rows_L[e] rows from row_start_P[e], a multiple of 128.  w_outer_inv_L: FP32, of two-level formats.
              columns: (first, width), the columns that are computed, into the first `width` of out_XN, which may be
              wider; first is a multiple of 128.  None: all.
+             square: the weights' blocks are square, which an implementation may count on.
              All starts: int64 [1], device.  stop_1: nothing is touched when it is not 0.
     Rows of padding are neither read nor written: whoever reads out reads the real rows only.
     Raises:  ValueError for other dtypes, layouts or widths.
@@ -131,8 +133,8 @@ def grouped_gemm_scaled_wgrad(
 ) -> None:
     """out[e] = dy_e.T @ x_e over the expert's real rows, rounded once; added in FP32 to what is there if accumulating.
 
-    Args:    dy, x: Bundles of columns, as quantize_columns(blocked=True) makes them.  out_LNK: bf16 or fp32, contiguous;
-             an expert without rows gets zeros, or is left untouched when accumulating.
+    Args:    dy, x: Bundles of columns, as quantize_columns(blocked=True) makes them.
+             out_LNK: bf16 or fp32, contiguous; an expert without rows gets zeros, or keeps its own when accumulating.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
     """
     check_scaled_wgrad("grouped_gemm_scaled_wgrad", dy, x, row_start_P, num_rows_L, out_LNK, format=format)

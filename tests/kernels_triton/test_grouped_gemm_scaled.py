@@ -510,6 +510,54 @@ def test_choice_of_the_tile():
     assert gemm.pick_config("wgrad", scaled_dot=False, rows_per_expert=64) is gemm.CONFIGS[128, False]
 
 
+# On sm_90, in Gluon
+
+
+HOPPER_CASES = [
+    *CASES,
+    RAGGED,
+    Case("two tiles of rows and of columns, 5 steps", (300, 129), 288, 544),
+]
+
+
+def hopper_configs() -> list:
+    from dist_moe.kernels_triton import scaled_hopper
+
+    return [
+        (scaled_hopper.Config(rows, num_stages=4), square) for rows in (16, 32, 64, 128) for square in (True, False)
+    ]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
+def test_hopper_equals_the_oracle(case, device):
+    from dist_moe.kernels_triton import scaled_hopper
+
+    problem = Problem(case, MXFP8_E4M3, device)
+    ref = problem.run(reference, "forward")
+    for config, square in hopper_configs():
+        out = problem.run(scaled_hopper, "forward", config=config, square=square)
+        assert_equal(out, ref)
+        assert torch.equal(out, problem.run(scaled_hopper, "forward", config=config, square=square, num_sms=1))
+
+
+@pytest.mark.sm90
+def test_hopper_windows_and_bits(device):
+    """A window has the bits of the whole, and rows keep theirs beside a NaN and a row of zeros, in any tile."""
+    from dist_moe.kernels_triton import scaled_hopper
+
+    problem = Problem(Case("window", (5, 133), 288, 544), MXFP8_E4M3, device)
+    for config, square in hopper_configs():
+        options = {"config": config, "square": square}
+        whole = problem.run(scaled_hopper, "forward", **options)
+        for columns in ((0, 96), (128, 160), (256, 32)):
+            out = problem.run(scaled_hopper, "forward", columns=columns, **options)
+            assert torch.equal(out, whole[:, columns[0] : sum(columns)])
+        problem.stop.fill_(1)
+        assert (problem.run(scaled_hopper, "forward", **options) == BAD_OUT).all()
+        problem.stop.zero_()
+
+
 # Sizes of real models, compiled only
 
 REAL = [
