@@ -239,7 +239,7 @@ def _checked_backward(ctx, grad_out_TD, context: Context):
         raise RuntimeError("this forward was called with save=False, so it has no backward")
     if ctx.saved_forward is not None:
         context.require_newest(ctx.saved_forward)
-    _, _, _, needs_w13, needs_w2 = ctx.needs_input_grad[:5]
+    needs_w13, needs_w2 = ctx.needs_input_grad[4:6]
     run = bf16_backward if context.path.format is None else torch.ops.dist_moe.block_scaled_backward
     grads = run(
         grad_out_TD,
