@@ -105,6 +105,8 @@ def _put_rows(
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
     scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
     codes = value_codes(blocks * factor[:, :, None], ELEMENT)
+    if not TWO_LEVEL:
+        codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
     codes = tl.reshape(codes, (R, C))
     if VALUES_PER_BYTE == 2:
         codes = pack_pairs(codes, R, C)
@@ -121,7 +123,7 @@ def _put_rows(
 @triton.jit
 def _row_scale_ptrs(scales_ptr, first_row, R: tl.constexpr, s, padded_S):
     """Where the scales of R rows lie; they are among the 32 rows of an atom that are 16 bytes apart."""
-    tl.static_assert(32 % R == 0)
+    tl.static_assert(R <= 32)
     return scales_ptr + blocked_offset(first_row, s, padded_S)[None, :] + 16 * tl.arange(0, R)[:, None]
 
 
@@ -155,6 +157,7 @@ def _put_columns(
     amax = tl.max(bits_of(x) & MAGNITUDE, axis=0)
     scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
     codes = value_codes(x * factor[None, :], ELEMENT)
+    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
     values_ptr += (block * BLOCK).to(tl.int64) * values_stride
     tl.store(values_ptr + (row * values_stride + cols[None, :]), codes, mask=(cols < end)[None, :])
     tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), scales, mask=cols < end)
