@@ -79,7 +79,7 @@ def pick_config(kind: str) -> Config:
 @triton.jit
 def _put_rows(
     x,  # fp32, rows first_row, ..., columns col, ...
-    first_row,  # a multiple of the rows of x
+    first_row,  # i64, a multiple of the rows of x
     real,
     col,
     end,  # of the columns that x may fill, multiples of BLOCK as col is
@@ -105,13 +105,15 @@ def _put_rows(
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
     scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
     codes = value_codes(blocks * factor[:, :, None], ELEMENT)
+    if not TWO_LEVEL:
+        codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
     codes = tl.reshape(codes, (R, C))
     if VALUES_PER_BYTE == 2:
         codes = pack_pairs(codes, R, C)
     byte = col // VALUES_PER_BYTE + tl.arange(0, C // VALUES_PER_BYTE)
     inside = real[:, None] & (byte < end // VALUES_PER_BYTE)[None, :]
     row = tl.arange(0, R)[:, None]
-    values_ptr += first_row.to(tl.int64) * values_stride
+    values_ptr += first_row * values_stride
     tl.store(values_ptr + (row * values_stride + byte[None, :]), codes, mask=inside)
     s = col // BLOCK + tl.arange(0, C // BLOCK)
     inside = real[:, None] & (s < end // BLOCK)[None, :]
@@ -121,7 +123,7 @@ def _put_rows(
 @triton.jit
 def _row_scale_ptrs(scales_ptr, first_row, R: tl.constexpr, s, padded_S):
     """Where the scales of R rows lie; they are among the 32 rows of an atom that are 16 bytes apart."""
-    tl.static_assert(32 % R == 0)
+    tl.static_assert(R <= 32)
     return scales_ptr + blocked_offset(first_row, s, padded_S)[None, :] + 16 * tl.arange(0, R)[:, None]
 
 
@@ -137,7 +139,7 @@ def _fill_row_atoms(first_row, real, S, padded_S, scales_ptr):
 @triton.jit
 def _put_columns(
     x,  # fp32 [BLOCK, columns], columns col, col + 1, ...
-    block,  # of rows
+    block,  # of rows, i64
     col,
     end,  # of the columns that x may fill
     values_ptr,  # of row 0
@@ -155,7 +157,8 @@ def _put_columns(
     amax = tl.max(bits_of(x) & MAGNITUDE, axis=0)
     scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
     codes = value_codes(x * factor[None, :], ELEMENT)
-    values_ptr += (block * BLOCK).to(tl.int64) * values_stride
+    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    values_ptr += block * BLOCK * values_stride
     tl.store(values_ptr + (row * values_stride + cols[None, :]), codes, mask=(cols < end)[None, :])
     tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), scales, mask=cols < end)
 
@@ -246,12 +249,12 @@ def _swiglu_quantize(
     items_of_rows = num_chunks // chunks_of_item
     for item in tl.range(tl.program_id(0), num_rows // BLOCK_R * items_of_rows, tl.num_programs(0)):
         delay(item)
-        first_row = item // items_of_rows * BLOCK_R
+        first_row = tl.cast(item // items_of_rows * BLOCK_R, tl.int64)
         first_chunk = item % items_of_rows
         if tl.load(row_to_slot_ptr + first_row) >= 0:
             rows = first_row + tl.arange(0, BLOCK_R)
             real = tl.load(row_to_slot_ptr + rows) >= 0
-            tile_ptr = h1_ptr + first_row.to(tl.int64) * 2 * F
+            tile_ptr = h1_ptr + first_row * 2 * F
             outer = tl.full((BLOCK_R, 1), 1.0, tl.float32)
             if TWO_LEVEL:
                 amax_R = tl.zeros((BLOCK_R,), tl.int32)
@@ -362,9 +365,10 @@ def _swiglu_backward_quantize(
         h2_column_scales_ptr += tl.load(h2_column_scales_start_ptr)
     for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         delay(block)
-        rows = block * BLOCK + tl.arange(0, BLOCK)
+        block = tl.cast(block, tl.int64)
+        first_row = block * BLOCK
+        rows = first_row + tl.arange(0, BLOCK)
         row = tl.arange(0, BLOCK)[:, None]
-        first_row = (block * BLOCK).to(tl.int64)
         real = tl.load(row_to_slot_ptr + rows) >= 0
         score = tl.load(score_ptr + rows, mask=real, other=0.0)[:, None]
         score_grad_R = tl.zeros((BLOCK,), tl.float32)
