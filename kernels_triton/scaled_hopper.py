@@ -10,8 +10,8 @@ and the bits of an output depend on its own row and column alone. One warp keeps
 values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 columns of values.
 
 What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
-latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand of 128
-rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
+latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand of
+128 rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
 """
 
 import functools

@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dist_moe import BlockScaledConfig, create_context, prepare_block_scaled_weight, testing
-from dist_moe.formats import MXFP8_E4M3, by_name
-from dist_moe.planner import dedup, stage_columns
-from dist_moe.symm import World
-from dist_moe.virtual import RankInputs, RankResults, routed_experts
+from dist_moe import BlockScaledConfig, prepare_block_scaled_weight, testing
+from dist_moe.formats import by_name
+from dist_moe.virtual import RankInputs, RankResults
 
-from .path_cases import CASES, Case, assert_results_equal, dense, slots_of
+from .path_cases import CASES, Case, assert_results_equal, slots_of
 from .scaled_cases import dense_scaled
-from .test_path import BACKENDS, device_of, run, to
+from .test_path import BACKENDS, device_of, run
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
 STAGED = Case("two ranks de-duplicated in two passes", D=256, F=64, K=4, E=8)

@@ -329,6 +329,8 @@ def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> in
         wanted = f"uint8 [1, T_max, {num_bytes}] for rows of {width} values in {format.name}"
         raise ValueError(f"{op}: tokens must be {wanted}, got {tokens.dtype} {list(tokens.shape)}")
     return width
+
+
 def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle) -> int:
     """Check the arguments of swiglu_quantize; F."""
     F = _half_width(op, h1_X2F)

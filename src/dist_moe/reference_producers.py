@@ -7,10 +7,9 @@ written; of a bundle of columns they are zeros with scale 0, and so are the scal
 import torch
 from torch import Tensor
 
-from .formats import SCALE_ATOM, Format, padded_scales
 from .quantized import Bundle, check_producer, check_staged, check_wire_rows
-from .reference_formats import quantize_columns, quantize_rows, to_blocked, unpack_rows
-from .shapes import align
+from .reference_formats import unpack_rows
+from .reference_memory import put_columns, put_quantized, put_rows
 
 
 def _runs(bundle: Bundle | None, stop_1: Tensor | None) -> bool:
@@ -37,50 +36,13 @@ def _pull(plan, *, tokens, half, scores, row_scores_R) -> tuple[Tensor, Tensor]:
     return rows, row_scores
 
 
-def _put_row_scales(bundle: Bundle, scales_RS: Tensor, first: int, num_cols: int, slot_R: Tensor) -> None:
-    """Scales of real rows from scale column `first` on, of num_cols; columns that only fill an atom become 0."""
-    R, S = scales_RS.shape
-    cols = padded_scales(R, num_cols)[1]
-    here = torch.zeros(R, cols, dtype=torch.bool, device=scales_RS.device)
-    here[:, first : align(first + S, SCALE_ATOM[1])] = (slot_R[:R] >= 0)[:, None]
-    scales = torch.zeros(R, cols, dtype=torch.uint8, device=scales_RS.device)
-    scales[:, first : first + S] = scales_RS.view(torch.uint8)
-    start = int(bundle.scales_start_1[0])
-    matrix = bundle.scales.view(torch.uint8)[start : start + R * cols]
-    written = to_blocked(here[None]).flatten()
-    matrix[written] = to_blocked(scales[None]).flatten()[written]
-
-
-def _put_rows(bundle: Bundle, v_RC: Tensor, first: int, format: Format, slot_R: Tensor) -> None:
-    """Rows of columns first .. first + C, quantised, into a bundle."""
-    R, C = v_RC.shape
-    V, real = format.values_per_byte, (slot_R[:R] >= 0).nonzero().flatten()
-    found = quantize_rows(v_RC, format=format)
-    values = bundle.values.view(torch.uint8)
-    values[int(bundle.start_1[0]) + real, first // V : (first + C) // V] = found.values.view(torch.uint8)[real]
-    _put_row_scales(bundle, found.scales, first // format.block, values.shape[1] * V // format.block, slot_R)
-
-
-def _put_columns(bundle: Bundle, v_RC: Tensor, first: int, format: Format, plan) -> None:
-    """Columns first .. first + C, quantised, into a bundle."""
-    R, C = v_RC.shape
-    experts = {"row_start_P": plan.row_start_P, "num_rows_L": plan.num_rows_L}
-    found = quantize_columns(v_RC, format=format, blocked=True, **experts)
-    start = int(bundle.start_1[0])
-    bundle.values.view(torch.uint8)[start : start + R, first : first + C] = found.values.view(torch.uint8)
-    scales = found.scales.view(torch.uint8).flatten()
-    start = int(bundle.scales_start_1[0]) + first * (R // format.block)  # a window's atoms lie together
-    bundle.scales.view(torch.uint8)[start : start + len(scales)] = scales
-
-
 def _quantize(plan, x_RC, row_scores, first, format, rows, columns) -> None:
     """Into the bundles that are given; columns times their row's score unless row_scores is None."""
-    if len(x_RC) == 0:
-        return
+    real_R = plan.row_to_slot_R[: len(x_RC)] >= 0
     if rows is not None:
-        _put_rows(rows, x_RC, first, format, plan.row_to_slot_R)
-    if columns is not None:
-        _put_columns(columns, x_RC if row_scores is None else row_scores[:, None] * x_RC.float(), first, format, plan)
+        put_rows(rows, x_RC, real_R, format, first)
+    v_RC = x_RC if row_scores is None else row_scores[:, None] * x_RC.float()
+    put_columns(columns, v_RC, real_R, format, first)
 
 
 def dispatch_quantize(
@@ -151,11 +113,6 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     if not _runs(rows, stop_1):
         return
     packed, _ = _pull(plan, tokens=tokens, half=0, scores=scores, row_scores_R=row_scores_R)
-    if len(packed) == 0:
-        return
-    found, slot_R = unpack_rows(packed, format, width), plan.row_to_slot_R
-    real = (slot_R[: len(packed)] >= 0).nonzero().flatten()
-    rows.values.view(torch.uint8)[int(rows.start_1[0]) + real] = found.values.view(torch.uint8)[real]
-    _put_row_scales(rows, found.scales, 0, width // format.block, slot_R)
-    if format.two_level:
-        rows.outer_inv[int(rows.outer_inv_start_1[0]) + real] = found.outer_inv_R[real]
+    if len(packed):
+        real_R = plan.row_to_slot_R[: len(packed)] >= 0
+        put_quantized(rows, unpack_rows(packed, format, width), real_R, format)

@@ -1,53 +1,67 @@
-"""The oracle of SwiGLU fused with quantisation, in plain PyTorch: the FP32 formulas of reference, not rounded to BF16
-before the quantisers of reference_formats."""
+"""The oracle of SwiGLU and its backward: rounded to BF16, or quantised from FP32 as it is."""
 
 import torch
 from torch import Tensor
 
-from .formats import SCALE_ATOM, Format
-from .quantized import Bundle, Quantized, check_swiglu_backward_quantize, check_swiglu_quantize
-from .reference import activate, activate_backward
-from .reference_formats import from_blocked, quantize_columns, quantize_rows, to_blocked
-from .shapes import align
+from .quantized import Bundle, check_swiglu_backward_quantize, check_swiglu_quantize
+from .reference_memory import put_columns, put_rows, rows_of, stopped
+from .shapes import Activation
 
 
-def _call_rows(tensor: Tensor, start_1: Tensor, num_rows: int) -> Tensor:
-    start = int(start_1[0])
-    return tensor[start : start + num_rows]
+def _gate_up(h1: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """Clamped gate, the factor that multiplies it (up or up + 1), and sigmoid, all FP32."""
+    gate, up = h1.float().chunk(2, dim=1)
+    if not activation.clamped:
+        return gate, up, 1.0 / (1.0 + torch.exp(-gate))
+    gate = torch.where(gate > activation.limit, activation.limit, gate)
+    up = torch.where(
+        up > activation.limit, activation.limit, torch.where(up < -activation.limit, -activation.limit, up)
+    )
+    return gate, up + 1.0, 1.0 / (1.0 + torch.exp(-(activation.alpha * gate)))
 
 
-def _scale_matrix(bundle: Bundle, rows: int, cols: int) -> Tensor:
-    """The bytes of a call's blocked scales, whose padded shape is [rows, cols]."""
-    return _call_rows(bundle.scales.view(torch.uint8), bundle.scales_start_1, rows * cols).view(rows, cols)
+def activate(h1: Tensor, activation: Activation) -> Tensor:
+    """FP32 h2 = act(gate, up) of rows [.., 2F]: gate * sigmoid * up, in this order."""
+    gate, up, sig = _gate_up(h1, activation)
+    return gate * sig * up
 
 
-def put_rows(bundle: Bundle, v_RC: Tensor, real_R: Tensor, format: Format) -> None:
-    """Quantise the real rows into the bundle; those of padding stay as they are, in values and in scales."""
-    (R, C), real = v_RC.shape, real_R.nonzero().flatten()
-    if len(real) == 0:
+def activate_backward(h1: Tensor, d_h2: Tensor, activation: Activation) -> Tensor:
+    """FP32 [dgate | dup] for an FP32 gradient of h2. At exactly a limit the gradient passes."""
+    gate, up, sig = _gate_up(h1, activation)
+    if activation.clamped:
+        d_gate = d_h2 * up * (sig + activation.alpha * gate * sig * (1.0 - sig))
+        raw_gate, raw_up = h1.float().chunk(2, dim=1)
+        d_gate = torch.where(raw_gate > activation.limit, 0.0, d_gate)
+        d_up = torch.where(raw_up.abs() > activation.limit, 0.0, d_h2 * gate * sig)
+    else:
+        d_gate = d_h2 * up * sig * (1.0 + gate - gate * sig)
+        d_up = d_h2 * gate * sig
+    return torch.cat([d_gate, d_up], dim=1)
+
+
+def swiglu(h1_X2F, h1_start_1, h2_XF, h2_start_1, row_start_P, *, activation, stop_1, num_sms=None):
+    """h2 = bf16(act(h1)); gate is the first half of a row of h1."""
+    if not stopped(stop_1):
+        rows_of(h2_XF, h2_start_1, row_start_P).copy_(activate(rows_of(h1_X2F, h1_start_1, row_start_P), activation))
+
+
+def swiglu_backward(
+    h1_X2F, h1_start_1, g2_XF, g2_start_1, row_scores_R, score_grads_R, row_start_P, *, activation, stop_1, num_sms=None
+):
+    """From g2 = dy @ W2 (unscaled): the score gradient <g2, h2>, grad_h1 over h1, score * h2 over g2, all in place.
+
+    The score gradient needs no output of W2, so that neither it nor h2 is saved (the idea is SonicMoE's).
+    """
+    if stopped(stop_1):
         return
-    found: Quantized = quantize_rows(v_RC[real], format=format)
-    _call_rows(bundle.values.view(torch.uint8), bundle.start_1, R)[real] = found.values.view(torch.uint8)
-    S = C // format.block
-    matrix = _scale_matrix(bundle, R, align(S, SCALE_ATOM[1]))
-    natural = from_blocked(matrix, *matrix.shape)[0].clone()
-    natural[real] = 0
-    natural[real, :S] = found.scales.view(torch.uint8)
-    matrix.copy_(to_blocked(natural[None]))
-    if format.two_level:
-        _call_rows(bundle.outer_inv, bundle.outer_inv_start_1, R)[real] = found.outer_inv_R
-
-
-def put_columns(bundle: Bundle | None, v_RC: Tensor, real_R: Tensor, format: Format) -> None:
-    """Quantise columns into the bundle; rows of padding are zeros, and so the rows may count as those of one expert."""
-    R = len(v_RC)
-    if bundle is None or R == 0:
-        return
-    ends = torch.tensor([0, R], dtype=torch.int32, device=v_RC.device)
-    v = torch.where(real_R[:, None], v_RC, 0.0)
-    found = quantize_columns(v, format=format, blocked=True, row_start_P=ends, num_rows_L=ends[1:])
-    _call_rows(bundle.values.view(torch.uint8), bundle.start_1, R).copy_(found.values.view(torch.uint8))
-    _scale_matrix(bundle, *found.scales.shape).copy_(found.scales.view(torch.uint8))
+    h1, g2 = rows_of(h1_X2F, h1_start_1, row_start_P), rows_of(g2_XF, g2_start_1, row_start_P)
+    score = row_scores_R[: len(h1), None]
+    h2 = activate(h1, activation).to(torch.bfloat16).float()
+    grad_h2 = g2.float()
+    score_grads_R[: len(h1)] = (grad_h2 * h2).sum(dim=1)
+    h1.copy_(activate_backward(h1, score * grad_h2, activation))
+    g2.copy_((score * h2).to(torch.bfloat16))
 
 
 def swiglu_quantize(
@@ -72,10 +86,10 @@ def swiglu_quantize(
              stop_1: nothing is touched when it is not 0.
     """
     check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows)
-    if int(stop_1[0]) != 0:
+    if stopped(stop_1):
         return
     R = int(row_start_P[-1])
-    h1 = _call_rows(h1_X2F, h1_start_1, R)
+    h1 = rows_of(h1_X2F, h1_start_1, row_start_P)
     put_rows(rows, activate(h1, activation), row_to_slot_R[:R] >= 0, format)
 
 
@@ -107,10 +121,10 @@ def swiglu_backward_quantize(
     """
     bundles = (g1_rows, g1_columns, h2_columns)
     check_swiglu_backward_quantize("swiglu_backward_quantize", h1_X2F, g2_XF, format, *bundles)
-    if int(stop_1[0]) != 0:
+    if stopped(stop_1):
         return
     R = int(row_start_P[-1])
-    h1, g2 = _call_rows(h1_X2F, h1_start_1, R), _call_rows(g2_XF, g2_start_1, R).float()
+    h1, g2 = rows_of(h1_X2F, h1_start_1, row_start_P), rows_of(g2_XF, g2_start_1, row_start_P).float()
     real_R = row_to_slot_R[:R] >= 0
     h2 = activate(h1, activation)
     score_grads_R[:R] = torch.where(real_R, (g2 * h2).sum(dim=1), score_grads_R[:R])

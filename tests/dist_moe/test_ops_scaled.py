@@ -42,7 +42,8 @@ def inputs(requires_grad: bool = False) -> dict[str, torch.Tensor]:
 
 def prepared(fields: dict, how=MXFP8, *, inference: bool = False) -> dict:
     weights = {
-        name: prepare_block_scaled_weight(fields[name], how, inference=inference) for name in ("w13_weight", "w2_weight")
+        name: prepare_block_scaled_weight(fields[name], how, inference=inference)
+        for name in ("w13_weight", "w2_weight")
     }
     return fields | weights
 

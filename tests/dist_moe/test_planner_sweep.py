@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.reference_plan import EXACT, allowed_excess, reference_plan
 
-from dist_moe import reference, shapes
+from dist_moe import reference_slots, shapes
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
 from dist_moe.planner import (
     MemoryPlan,
@@ -157,7 +157,7 @@ def test_block_scaled_regions_fit_in_the_scratch():
             geometry = replace(slot_geometry(config, W, plan), total_bytes=total_bytes)
             for rows in {capacity, rng.randint(0, capacity // 128) * 128}:
                 place = torch.zeros(geometry.place_words, dtype=torch.int64)
-                used = reference._place_scratch(place, geometry, rows, shapes.KEEPS_X)
+                used = reference_slots._place_scratch(place, geometry, rows, shapes.KEEPS_X)
                 assert used <= scratch_bytes(config, rows), (config, W)
                 assert total_bytes - used >= plan.total_activation_bytes and place.min() >= 0, (config, W)
 
@@ -171,7 +171,7 @@ def test_block_scaled_layers_take_in_the_slot_what_is_planned():
         rows, D, F = plan.total_scratch_capacity_rows, config.hidden_dim, config.intermediate_dim
         geometry, rows_1 = slot_geometry(config, W, plan), torch.tensor([rows])
         for kept, planned in ((shapes.KEEPS_ROWS, saved_full_bytes), (shapes.KEEPS_H1, saved_h1_bytes)):
-            assert int(reference._kept_bytes(rows_1, geometry, kept)) == planned(config, rows), (config, W)
+            assert int(reference_slots._kept_bytes(rows_1, geometry, kept)) == planned(config, rows), (config, W)
         start = end = 128 * random.Random(rows).randint(0, 1000)
         end += rows // 32 * align(D, 128)
         for pitch in (4 * F, D):

@@ -20,6 +20,7 @@ from dist_moe.kernels_triton import swiglu_quantize as kernels
 from dist_moe.kernels_triton.swiglu import gate_up, gate_up_grads
 from dist_moe.kernels_triton.swiglu_quantize import Config
 from dist_moe.quantized import Bundle, Quantized
+from dist_moe.reference_memory import put_columns, put_rows
 from dist_moe.shapes import Activation, align
 
 # Where a row is not finite, numpy warns of what is meant to happen.
@@ -178,7 +179,7 @@ def assert_near(problem: Problem, found: Bundle, want: Bundle, format, width: in
 
 def assert_forward_bits(problem: Problem, activation, format, **options) -> None:
     want = problem.bundle(format, problem.F)
-    oracle.put_rows(want, problem.fp32(activation)[0], problem.real.to(problem.device), format)
+    put_rows(want, problem.fp32(activation)[0], problem.real.to(problem.device), format)
     assert_same_bits(problem.forward(kernels.swiglu_quantize, activation, format, **options), want)
 
 
@@ -190,9 +191,9 @@ def assert_backward_bits(problem: Problem, activation, format, columns=(True, Tr
         problem.bundle(format, 2 * problem.F, columns=True) if columns[0] else None,
         problem.bundle(format, problem.F, columns=True) if columns[1] else None,
     )
-    oracle.put_rows(want[0], g1, real, format)
-    oracle.put_columns(want[1], g1, real, format)
-    oracle.put_columns(want[2], h2, real, format)
+    put_rows(want[0], g1, real, format)
+    put_columns(want[1], g1, real, format)
+    put_columns(want[2], h2, real, format)
     found = problem.backward(kernels.swiglu_backward_quantize, activation, format, columns, **options)
     for name, a, b in zip(("g1_rows", "g1_columns", "h2_columns"), found, want, strict=False):
         assert (a is None) == (b is None)
