@@ -106,8 +106,8 @@ def _tile_place(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(out_ptr, acc, row, col, row_end, width, ACCUMULATE: tl.constexpr):
-    """Write an FP32 tile at (row, col) of a row-major [.., width] tensor, no row from row_end, no column from width.
+def _store_tile(out_ptr, acc, row, col, row_end, width, pitch, ACCUMULATE: tl.constexpr):
+    """Write an FP32 tile at (row, col) of a row-major [.., pitch] tensor, no row from row_end, no column from width.
 
     Pointer stores: a TMA store cannot stop at an expert's last row, and its staging does not fit beside 3 stages.
     """
@@ -115,12 +115,12 @@ def _store_tile(out_ptr, acc, row, col, row_end, width, ACCUMULATE: tl.constexpr
     BLOCK_N: tl.constexpr = acc.shape[1]
     if ACCUMULATE and BLOCK_N > 64:  # by halves: the old values of a whole tile beside the accumulator spill
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-        _store_tile(out_ptr, left, row, col, row_end, width, ACCUMULATE)
-        _store_tile(out_ptr, right, row, col + BLOCK_N // 2, row_end, width, ACCUMULATE)
+        _store_tile(out_ptr, left, row, col, row_end, width, pitch, ACCUMULATE)
+        _store_tile(out_ptr, right, row, col + BLOCK_N // 2, row_end, width, pitch, ACCUMULATE)
     else:
         rows = row + tl.arange(0, BLOCK_M)
         cols = col + tl.arange(0, BLOCK_N)
-        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
+        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * pitch + cols[None, :]
         mask = (rows[:, None] < row_end) & (cols[None, :] < width)
         if ACCUMULATE:
             acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -173,7 +173,7 @@ def _rows_times_weight_kernel(
                 acc = tl.dot(a, w_desc.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N), acc)
             else:
                 acc = tl.dot(a, w_desc.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T, acc)
-        _store_tile(out_ptr, acc, row, col, row_end, width, False)
+        _store_tile(out_ptr, acc, row, col, row_end, width, width, False)
 
 
 @launched
@@ -227,7 +227,7 @@ def _wgrad_kernel(
             acc = tl.dot(dy.T, x, acc)
         if row_start < row_end or not ACCUMULATE:
             out_expert_ptr = out_ptr + expert.to(tl.int64) * N * K
-            _store_tile(out_expert_ptr, acc, tile_m * BLOCK_M, tile_n * BLOCK_N, N, K, ACCUMULATE)
+            _store_tile(out_expert_ptr, acc, tile_m * BLOCK_M, tile_n * BLOCK_N, N, K, K, ACCUMULATE)
 
 
 def _check_rows(op: str, name: str, view_XC: Tensor, width: int) -> None:

@@ -200,7 +200,7 @@ def _quantize_rows(
 def _quantize_columns(
     x_ptr,  # [R, C] bf16 or fp32
     values_ptr,  # [R, C] bytes
-    scales_ptr,  # bytes, [R / 32, C] or blocked order of [C, R / 32]
+    scales_ptr,  # bytes, [R / 32, C] or blocked order of [C, end of the last expert / 32]
     row_start_ptr,  # [L + 1] i32
     num_rows_ptr,  # [L] i32
     R,
@@ -252,7 +252,7 @@ def _quantize_columns(
         tl.store(values_ptr + rows_64 * values_stride + cols[None, :], codes, mask=(rows < rows_end)[:, None] & mask_c)
         s = first_row // BLOCK + tl.arange(0, NUM_SCALES)
         if BLOCKED:
-            offsets = blocked_offset(cols[None, :], s[:, None], R // BLOCK)
+            offsets = blocked_offset(cols[None, :], s[:, None], rows_end // BLOCK)
             scales = tl.where(mask_c, scales.to(tl.int32), PADDING_SCALE).to(tl.uint8)
             tl.store(scales_ptr + offsets, scales, mask=(cols < padded_C)[None, :])
         else:

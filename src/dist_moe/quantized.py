@@ -16,6 +16,8 @@ class Quantized(NamedTuple):
     blocked order, the padded matrix of the operand whose last dimension is what the product sums over:
     [align(R, 128), align(C / block, 4)] of rows or [align(C, 128), R / block] of columns.
     outer_inv_R: FP32 [R], what a two-level row was multiplied by, inverted; else None.
+    Of columns in blocked order the matrix has rows_end / 32 columns, rows_end being the last word of row_start_P, and
+    lies packed at the start of scales.
     """
 
     values: Tensor
@@ -206,29 +208,24 @@ def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
     return out_TB
 
 
-# Products. An operand lies inside larger buffers and begins where device words say, which no check can read.
+# Products. An operand is a Bundle; where it begins device words say, which no check can read.
 
 
-def _check_operand(op: str, name: str, values: Tensor, scales: Tensor, format: Format, width: int, cols: int) -> None:
-    """values [X, width / values_per_byte] and scales [Y, cols] of an operand, contiguous."""
+def _check_bundle(op: str, name: str, rows: Bundle, format: Format, width: int, outer: bool) -> None:
+    """values [any, width / values_per_byte], scales and, if wanted, inverse outer scales flat; all contiguous."""
     for part, tensor, dtype, size in (
-        ("values", values, format.value_dtype, width // format.values_per_byte),
-        ("scales", scales, format.scale_dtype, cols),
+        ("values", rows.values, format.value_dtype, (width // format.values_per_byte,)),
+        ("scales", rows.scales, format.scale_dtype, ()),
+        ("outer_inv", rows.outer_inv, torch.float32, ()),
     ):
-        if tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape[1] != size or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} [any, {size}], got {found}")
-
-
-def _check_outer(op: str, name: str, outer: Tensor | None, format: Format, size: int | None) -> None:
-    if not format.two_level:
-        if outer is not None:
-            raise ValueError(f"{op}: {name} must be None, as {format.name} has no outer scales")
-        return
-    fits = outer is not None and outer.dtype == torch.float32 and outer.dim() == 1 and outer.is_contiguous()
-    if not fits or (size is not None and len(outer) != size):
-        found = None if outer is None else f"{outer.dtype} {list(outer.shape)}"
-        raise ValueError(f"{op}: {name} must be contiguous fp32 [{'any' if size is None else size}], got {found}")
+        if part == "outer_inv" and not outer:
+            if tensor is not None:
+                raise ValueError(f"{op}: {name} outer_inv must be None, as {format.name} has no outer scales")
+            continue
+        fits = tensor is not None and tensor.dim() == 1 + len(size) and tensor.shape[1:] == size
+        if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
+            found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
+            raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} {['any', *size]}, got {found}")
 
 
 def _check_one_byte(op: str, format: Format) -> None:
@@ -236,10 +233,23 @@ def _check_one_byte(op: str, format: Format) -> None:
         raise ValueError(f"{op}: {format.name} has no blocks along the dimension this sums over; use MXFP8")
 
 
+def _check_window(op: str, out: Tensor, all_columns: int, columns: tuple[int, int] | None) -> tuple[int, int]:
+    """First column and width of what is computed."""
+    first, width = columns or (0, all_columns)
+    if first % SCALE_ATOM[0] or first < 0 or width % DIM_MULTIPLE or width <= 0 or first + width > all_columns:
+        wanted = f"(a multiple of {SCALE_ATOM[0]}, a multiple of {DIM_MULTIPLE}) within {all_columns}"
+        raise ValueError(f"{op}: columns must be {wanted}, got {columns}")
+    fits = out.dim() == 2 and (out.shape[1] == width or (columns is not None and out.shape[1] > width))
+    if out.dtype != torch.bfloat16 or not fits or not out.is_contiguous():
+        wanted = f"[any, {width}{' or more' if columns else ''}]"
+        raise ValueError(f"{op}: out must be contiguous bf16 {wanted}, got {out.dtype} {list(out.shape)}")
+    return first, width
+
+
 def check_scaled_rows(
-    op, a_values, a_scales, w_values, w_scales, out, row_start_P, num_rows_L, *, format, dgrad, a_outer_inv, w_outer_inv
-) -> tuple[int, int, int]:
-    """Check the arguments of grouped_gemm_scaled and its dgrad; L, N, K."""
+    op: str, a: Bundle, w_values, w_scales, out, row_start_P, num_rows_L, *, format, dgrad, w_outer_inv, columns
+) -> tuple[int, int, int, int, int]:
+    """Check the arguments of grouped_gemm_scaled and its dgrad; L, N, K, first column and width of the result."""
     if dgrad:
         _check_one_byte(op, format)
     V = format.values_per_byte
@@ -248,36 +258,30 @@ def check_scaled_rows(
         wanted = f"contiguous {format.value_dtype} [L, N, K / {V}] with N and K multiples of {DIM_MULTIPLE}"
         raise ValueError(f"{op}: w_values_LNK must be {wanted}, got {w_values.dtype} {list(w_values.shape)}")
     L, N, K = w_values.shape[0], w_values.shape[1], w_values.shape[2] * V
-    contraction, width = (N, K) if dgrad else (K, N)
-    rows, cols = padded_scales(width, contraction // format.block)
-    _check_operand(op, "dy" if dgrad else "a", a_values, a_scales, format, contraction, cols)
+    contraction, all_columns = (N, K) if dgrad else (K, N)
+    _check_bundle(op, "dy" if dgrad else "a", a, format, contraction, format.two_level)
+    rows, cols = padded_scales(all_columns, contraction // format.block)
     fits = w_scales.shape == (L * rows, cols) and w_scales.is_contiguous()
     if w_scales.dtype != format.scale_dtype or not fits:
         wanted = f"contiguous {format.scale_dtype} [{L * rows}, {cols}]"
         raise ValueError(f"{op}: w_scales must be {wanted}, got {w_scales.dtype} {list(w_scales.shape)}")
-    if out.dtype != torch.bfloat16 or out.dim() != 2 or out.shape[1] != width or not out.is_contiguous():
-        raise ValueError(f"{op}: out must be contiguous bf16 [any, {width}], got {out.dtype} {list(out.shape)}")
-    _check_outer(op, "a_outer_inv", a_outer_inv, format, None)
-    _check_outer(op, "w_outer_inv_L", w_outer_inv, format, L)
+    if not format.two_level:
+        if w_outer_inv is not None:
+            raise ValueError(f"{op}: w_outer_inv_L must be None, as {format.name} has no outer scales")
+    elif w_outer_inv is None or w_outer_inv.dtype != torch.float32 or w_outer_inv.shape != (L,):
+        found = None if w_outer_inv is None else f"{w_outer_inv.dtype} {list(w_outer_inv.shape)}"
+        raise ValueError(f"{op}: w_outer_inv_L must be fp32 [{L}], got {found}")
     _check_tables(op, row_start_P, num_rows_L, L)
-    return L, N, K
+    return L, N, K, *_check_window(op, out, all_columns, columns)
 
 
-def check_scaled_wgrad(op, dy_values, dy_scales, x_values, x_scales, row_start_P, num_rows_L, out, *, format) -> None:
+def check_scaled_wgrad(op: str, dy: Bundle, x: Bundle, row_start_P, num_rows_L, out, *, format) -> None:
     """Check the arguments of grouped_gemm_scaled_wgrad."""
     _check_one_byte(op, format)
     fits = out.dim() == 3 and out.shape[1] % DIM_MULTIPLE == 0 and out.shape[2] % DIM_MULTIPLE == 0
     if out.dtype not in (torch.bfloat16, torch.float32) or not fits or not out.is_contiguous():
         wanted = f"contiguous bf16 or fp32 [L, N, K] with N and K multiples of {DIM_MULTIPLE}"
         raise ValueError(f"{op}: out_LNK must be {wanted}, got {out.dtype} {list(out.shape)}")
-    for name, values, scales, width in (
-        ("dy", dy_values, dy_scales, out.shape[1]),
-        ("x", x_values, x_scales, out.shape[2]),
-    ):
-        cols = scales.shape[1] if scales.dim() == 2 else 0
-        if cols == 0 or cols % SCALE_ATOM[1]:
-            raise ValueError(
-                f"{op}: {name} scales must be [any, a multiple of {SCALE_ATOM[1]}], got {list(scales.shape)}"
-            )
-        _check_operand(op, name, values, scales, format, width, cols)
+    _check_bundle(op, "dy", dy, format, out.shape[1], False)
+    _check_bundle(op, "x", x, format, out.shape[2], False)
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])

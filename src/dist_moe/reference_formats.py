@@ -252,7 +252,8 @@ def quantize_columns(x_RC, *, format, blocked=False, row_start_P, num_rows_L, ou
     """Blocks of 32 consecutive rows of a column, for products that sum over rows.
 
     Args:    as in quantize_rows; a block never holds rows of two experts, as experts start at multiples of 128.
-             blocked: the scales of operand [C, R], so that a column's scales are a row.
+             blocked: the scales of operand [C, row_start_P[-1]], so that a column's scales are a row, packed at the
+             start of out.scales.
     Returns: values, row-major as x, and scales; see Quantized.
     Raises:  ValueError for formats with two values in a byte.
     """
@@ -266,9 +267,8 @@ def quantize_columns(x_RC, *, format, blocked=False, row_start_P, num_rows_L, ou
     scales = scales.view(R // format.block, C)
     end //= format.block
     if blocked:
-        atoms = (padded_scales(C, 1)[0] // SCALE_ATOM[0], -1, SCALE_ATOM[0] * SCALE_ATOM[1])
-        written = end // SCALE_ATOM[1]  # atoms of a row of them; an expert starts at an atom
-        out.scales.view(torch.uint8).view(atoms)[:, :written] = to_blocked(scales.T[None]).view(atoms)[:, :written]
+        found = to_blocked(scales[:end].T[None]).flatten()
+        _put_rows(out.scales.view(-1), found, len(found))
     else:
         _put_rows(out.scales, scales, end)
     return out
@@ -350,12 +350,17 @@ def dequantize_rows(rows: Quantized, *, format: Format, blocked: bool = False) -
     return v if rows.outer_inv_R is None else v * rows.outer_inv_R[:, None]
 
 
-def dequantize_columns(columns: Quantized, *, format: Format, blocked: bool = False) -> Tensor:
-    """FP32 [R, C] of what quantize_columns made."""
-    v = decode(unpack_codes(columns.values, format), format)
-    R, C = v.shape
+def dequantize_columns(
+    columns: Quantized, *, format: Format, blocked: bool = False, rows_end: int | None = None
+) -> Tensor:
+    """FP32 [rows_end, C] of what quantize_columns made; rows_end is the last of row_start_P, by default all rows."""
+    rows_end = len(columns.values) if rows_end is None else rows_end
+    v = decode(unpack_codes(columns.values[:rows_end], format), format)
+    C, S = v.shape[1], rows_end // format.block
     scales = columns.scales.view(torch.uint8)
-    scales = from_blocked(scales, C, R // format.block)[0].T if blocked else scales
+    if blocked:
+        scales = from_blocked(scales.flatten()[: padded_scales(C, S)[0] * S], C, S)[0].T
+    scales = scales[:S]
     return v * scale_values(scales, format).repeat_interleave(format.block, dim=0)
 
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from dist_moe import reference
 from dist_moe import reference_formats as oracle
 from dist_moe.formats import E8M0_BIAS, E8M0_NAN, FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from dist_moe.kernels_triton import _scaled_operands as operands
 from dist_moe.kernels_triton import grouped_gemm_scaled as gemm
 from dist_moe.kernels_triton._device import is_interpreting
+from dist_moe.quantized import Bundle
 from dist_moe.shapes import align
 from dist_moe.testing import assert_close
 
@@ -63,20 +65,13 @@ FAR = Case("far", (3, 66), 96, 160)
 RAGGED = Case("ragged", (5, 70, 0, 130))
 
 
-def only_real(scales: torch.Tensor, rows: torch.Tensor, cols: int, format) -> None:
-    """Overwrite what a padded scale matrix has beside `cols` columns of the rows that are True: of all experts."""
-    real = torch.zeros(1, len(scales), scales.shape[1], dtype=torch.uint8)
-    real[0, rows, :cols] = 1
-    raw = scales.view(torch.uint8)
-    raw[oracle.to_blocked(real) == 0] = BAD_SCALE
-
-
 def place(part: torch.Tensor, start: int, fill: int) -> torch.Tensor:
-    """A buffer of bad bytes, of whole rows, with `part` from byte `start` on."""
-    size = align(start + part.numel() * part.element_size(), part.shape[1] * part.element_size())
-    buffer = torch.full((size + 5 * part.shape[1] * part.element_size(),), fill, dtype=torch.uint8)
+    """A buffer of bad bytes, of whole rows of `part`, with `part` from byte `start` on."""
+    row = part.shape[1] * part.element_size() if part.dim() == 2 else part.element_size()
+    size = align(start + part.numel() * part.element_size(), row)
+    buffer = torch.full((size + 5 * row,), fill, dtype=torch.uint8)
     buffer[start : start + part.numel() * part.element_size()] = part.contiguous().view(torch.uint8).flatten()
-    return buffer.view(part.dtype).view(-1, part.shape[1])
+    return buffer.view(part.dtype).view(-1, *part.shape[1:])
 
 
 @dataclass
@@ -127,68 +122,72 @@ class Problem:
         if self.format in FP8:
             shifted(self.dy.scales, self.R, N // B, there)
             shifted(self.w.transposed_scales, K, N // B, back, L)
+            S = int(self.start_P[-1]) // B
             for columns, C, codes in zip(self.columns, (N, K), (there, back), strict=True):
-                shifted(columns.scales, C, self.R // B, codes)
+                shifted(columns.scales.view(-1)[: align(C, 128) * S].view(-1, S), C, S, codes)
 
-    def _spoil_rows(self, rows):
-        """values, start, scales, start inside larger buffers."""
+    def rows_bundle(self, rows) -> Bundle:
+        """Inside larger buffers; rows of padding, and what lies around, are bad."""
         values, scales = rows.values.clone(), rows.scales.clone()
         values.view(torch.uint8)[~self.real] = BAD_VALUE
-        cols = values.shape[1] * self.format.values_per_byte // self.format.block
-        only_real(scales, self.real.nonzero().flatten(), cols, self.format)
-        return self._placed(values, scales)
+        unreal = (~self.real)[None, :, None].expand(1, self.R, scales.shape[1]).to(torch.uint8)
+        scales.view(torch.uint8)[oracle.to_blocked(unreal) == 1] = BAD_SCALE
+        outer = ()
+        if self.format.two_level:
+            outer = torch.where(self.real, rows.outer_inv_R, float("nan"))
+            outer = place(outer, 8, BAD_SCALE).to(self.device), torch.tensor([2], device=self.device)
+        return Bundle(*self._placed(values, scales), *outer)
 
-    def _spoil_columns(self, columns):
-        values, scales = columns.values.clone(), columns.scales.clone()
-        values.view(torch.uint8)[~self.real] = BAD_VALUE
-        blocks = self.real.view(-1, self.format.block).any(dim=1)
-        keep = torch.zeros(1, len(scales), scales.shape[1], dtype=torch.uint8)
-        keep[0, : values.shape[1]] = blocks.to(torch.uint8)
-        scales.view(torch.uint8)[oracle.to_blocked(keep) == 0] = BAD_SCALE
-        return self._placed(values, scales)
+    def columns_bundle(self, columns) -> Bundle:
+        """Inside larger buffers; what lies around is bad, from the end of the last expert's padding on."""
+        end = int(self.start_P[-1])
+        size = columns.scales.shape[0] * end // self.format.block
+        return Bundle(*self._placed(columns.values[:end], columns.scales.flatten()[:size]))
 
     def _placed(self, values, scales):
-        row, byte = 3, 48
-        starts = [torch.tensor([start], device=self.device) for start in (row, byte)]
+        row, byte = 3, 128
         values = place(values, row * values.shape[1] * values.element_size(), BAD_VALUE).to(self.device)
-        return values, starts[0], place(scales, byte, BAD_SCALE).to(self.device), starts[1]
+        starts = [torch.tensor([start], device=self.device) for start in (row, byte)]
+        return values, starts[0], place(scales.flatten(), byte, BAD_SCALE).to(self.device), starts[1]
 
-    def _weight(self, transposed: bool):
-        L, N, K, B = len(self.case.rows), self.case.N, self.case.K, self.format.block
+    def weight(self, transposed: bool):
+        """Values and scales; those of the rows that only fill an atom are bad."""
+        rows = self.case.K if transposed else self.case.N
         scales = (self.w.transposed_scales if transposed else self.w.scales).clone()
-        rows, cols = (K, N // B) if transposed else (N, K // B)
-        expert_rows = torch.arange(len(scales)) % (len(scales) // L)
-        only_real(scales, (expert_rows < rows).nonzero().flatten(), cols, self.format)
+        bad = torch.ones(len(self.case.rows), align(rows, 128), scales.shape[1], dtype=torch.uint8)
+        bad[:, :rows] = 0
+        scales.view(torch.uint8)[oracle.to_blocked(bad) == 1] = BAD_SCALE
         return self.w.values.to(self.device), scales.to(self.device)
 
-    def _experts(self):
+    def experts(self):
         return self.start_P.to(self.device), self.rows_L.to(self.device)
 
     def run(self, module, kind: str, out=None, **options) -> torch.Tensor:
-        """Real rows of out, or the gradients; also checks that no other row was written."""
+        """Real rows of out, or the gradients; also checks that nothing else was written."""
         options |= {"format": self.format, "stop_1": self.stop}
         if kind == "wgrad":
             out = torch.full(self.w.values.shape, float("nan"), device=self.device) if out is None else out
-            operands = [part for columns in self.columns for part in self._spoil_columns(columns)]
+            operands = [self.columns_bundle(columns) for columns in self.columns]
             options.setdefault("accumulate", False)
-            module.grouped_gemm_scaled_wgrad(*operands, *self._experts(), out, **options)
+            module.grouped_gemm_scaled_wgrad(*operands, *self.experts(), out, **options)
             return out
         dgrad = kind == "dgrad"
         width = self.case.K if dgrad else self.case.N
-        out = torch.full((self.R + 7, width), BAD_OUT, dtype=torch.bfloat16, device=self.device)
+        pitch = width
+        if "columns" in options:
+            width = options["columns"][1]
+            pitch = width + 8
+        out = torch.full((self.R + 7, pitch), BAD_OUT, dtype=torch.bfloat16, device=self.device)
         out_start = torch.tensor([5], device=self.device)
-        rows = self.dy if dgrad else self.a
         if self.format.two_level:
-            outer = torch.full((self.R + 4,), float("nan"))
-            outer[2 : 2 + self.R][self.real] = rows.outer_inv_R[self.real]
-            options |= {"a_outer_inv": outer.to(self.device), "a_outer_inv_start_1": torch.tensor([2]).to(self.device)}
             options["w_outer_inv_L"] = self.w.outer_inv_G.to(self.device)
         op = module.grouped_gemm_scaled_dgrad if dgrad else module.grouped_gemm_scaled
-        op(*self._spoil_rows(rows), *self._weight(dgrad), out, out_start, *self._experts(), **options)
-        written = torch.zeros(self.R + 7, dtype=torch.bool)
-        written[5 : 5 + self.R] = self.real
-        assert (out[~written.to(self.device)] == BAD_OUT).all(), "a row of padding or of a neighbour was written"
-        return out[written.to(self.device)]
+        rows = self.rows_bundle(self.dy if dgrad else self.a)
+        op(rows, *self.weight(dgrad), out, out_start, *self.experts(), **options)
+        written = torch.zeros(out.shape, dtype=torch.bool)
+        written[5 : 5 + self.R, :width] = self.real[:, None]
+        assert (out[~written.to(self.device)] == BAD_OUT).all(), "padding or a neighbour was written"
+        return out[written.to(self.device)].view(-1, width)
 
 
 def both(problem: Problem, kind: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,9 +238,21 @@ def test_the_oracle_is_the_product_of_what_the_quantisers_stand_for(device):
             dy = oracle.dequantize_rows(problem.dy, format=format, blocked=True)
             want = torch.cat([dy[:128] @ w[0], dy[128:256] @ w[1]])
             assert_close(problem.run(reference, "dgrad").float().cpu(), want.bfloat16().float(), "gemm")
-            dy, x = (oracle.dequantize_columns(v, format=format, blocked=True) for v in problem.columns)
+            end = {"rows_end": int(problem.start_P[-1])}
+            dy, x = (oracle.dequantize_columns(v, format=format, blocked=True, **end) for v in problem.columns)
             want = torch.stack([dy[:128].T @ x[:128], dy[128:256].T @ x[128:256]])
             assert_close(problem.run(reference, "wgrad").cpu(), want, "gemm")
+
+
+@pytest.mark.parametrize("columns", [(0, 96), (128, 128), (256, 32)], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_windows_of_columns(format, columns, device):
+    """The bits of the whole result; what lies right of the window in out is left alone."""
+    problem = Problem(Case("window", (5, 33), 288, 96), format, device)
+    out = problem.run(gemm, "forward", columns=columns)
+    assert_equal(out, problem.run(reference, "forward", columns=columns))
+    whole = problem.run(gemm, "forward")
+    assert torch.equal(out, whole[:, columns[0] : sum(columns)])
 
 
 # Weight gradients: what is written
@@ -272,25 +283,14 @@ def test_one_rounding_when_accumulating(device):
     assert (out != (before + grad.bfloat16())).any()
 
 
-# Scales that BF16 cannot take, and NaN
-
-
-@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP8_E5M2, MXFP4], ids=lambda f: f.name)
-def test_codes_whose_values_are_normal_bf16(format):
-    low, high = gemm.exact_codes(format)
-    values = oracle.decode(torch.arange(format.largest_code + 1, dtype=torch.uint8), format).double()[1:]
-    for code in range(1, 254):
-        exact = values * 2.0 ** (code - E8M0_BIAS)
-        normal = bool((exact >= 2.0**-126).all() and (exact <= torch.finfo(torch.bfloat16).max).all())
-        assert normal == (low <= code <= high), code
-    assert format is not MXFP8_E4M3 or (low, high) == (10, 246)
+# Scales far apart, and NaN
 
 
 @pytest.mark.parametrize(
     ("kind", "format"), [(k, f) for k in KINDS for f in KINDS[k] if f is not NVFP4], ids=lambda v: getattr(v, "name", v)
 )
 def test_far_scales(kind, format, device):
-    """Codes 0 and 254 meet, and their product is like any other: neither factor is a BF16 or FP32 number by itself."""
+    """Codes 0 and 254 meet, and their product is like any other."""
     out, ref = both(Problem(FAR, format, device, far=True), kind, config=BY_HAND)
     assert_close(out, ref, "gemm")
 
@@ -331,7 +331,9 @@ def test_bits_of_gradients_do_not_depend_on_far_scales_beside_them(device):
     clean = problem.run(gemm, "wgrad", config=BY_HAND)
     experts = {"row_start_P": problem.start_P, "num_rows_L": problem.rows_L}
     for i, column in enumerate((4, 70)):
-        v = oracle.dequantize_columns(problem.columns[i], format=MXFP8_E4M3, blocked=True)
+        end = int(problem.start_P[-1])
+        v = torch.zeros(problem.R, 96)
+        v[:end] = oracle.dequantize_columns(problem.columns[i], format=MXFP8_E4M3, blocked=True, rows_end=end)
         v[:, column] = 0
         problem.columns[i] = oracle.quantize_columns(v, format=MXFP8_E4M3, blocked=True, **experts)
     out = problem.run(gemm, "wgrad", config=BY_HAND)
@@ -397,7 +399,7 @@ def docstring_operands(format, rows, device):
     x = torch.tensor(rows, dtype=torch.float32)[:, None].expand(384, 32)
     found = oracle.quantize_rows(x, format=format, blocked=True)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return found.values.to(device), zero, found.scales.to(device), zero
+    return Bundle(found.values.to(device), zero, found.scales.to(device).flatten(), zero)
 
 
 def test_docstring_examples(device):
@@ -407,13 +409,13 @@ def test_docstring_examples(device):
     w = torch.tensor([1.0, 2.0])[:, None, None].expand(2, 32, 32)
     w = oracle.quantize_weights(w, format=MXFP8_E4M3, square=True)
     start_P, rows_L = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 128, 256], [1, 2]))
-    zero = a[1]
+    zero = a.start_1
     for op, scales in (
         (gemm.grouped_gemm_scaled, w.scales),
         (gemm.grouped_gemm_scaled_dgrad, w.transposed_scales),
     ):
         out = torch.full((384, 32), BAD_OUT, dtype=torch.bfloat16, device=device)
-        op(*a, w.values.to(device), scales.to(device), out, zero, start_P, rows_L, format=MXFP8_E4M3, stop_1=zero)
+        op(a, w.values.to(device), scales.to(device), out, zero, start_P, rows_L, format=MXFP8_E4M3, stop_1=zero)
         assert out[[0, 128, 129]].unique(dim=1).flatten().tolist() == [32, 128, 192]
         assert (out[1:128] == BAD_OUT).all() and (out[130:] == BAD_OUT).all()
     start_P, rows_L = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 128, 128, 256], [1, 0, 2]))
@@ -421,7 +423,7 @@ def test_docstring_examples(device):
     columns = []
     for v in (torch.tensor(rows)[:, None].expand(384, 32), torch.ones(384, 32)):
         found = oracle.quantize_columns(v, format=MXFP8_E4M3, blocked=True, **experts)
-        columns += [found.values.to(device), zero, found.scales.to(device), zero]
+        columns.append(Bundle(found.values.to(device), zero, found.scales.to(device).flatten(), zero))
     for accumulate, want in ((False, [1, 0, 5]), (True, [8, 7, 12])):
         out = torch.full((3, 32, 32), BAD_OUT, device=device)
         options = {"format": MXFP8_E4M3, "accumulate": accumulate, "stop_1": zero}
@@ -431,48 +433,49 @@ def test_docstring_examples(device):
 
 @triton.jit
 def _helpers_kernel(num_rows_ptr, row_start_ptr, ends_ptr, tile_ptr, powers_ptr):
-    ends_L = gemm._row_tile_ends(num_rows_ptr, 3, 2, 4)
+    ends_L = operands.row_tile_ends(num_rows_ptr, 3, 2, 4)
     tl.store(ends_ptr + tl.arange(0, 4), ends_L)
-    expert, row, row_end = gemm._row_tile(ends_L, 3, row_start_ptr, num_rows_ptr, 2)
+    expert, row, row_end = operands.row_tile(ends_L, 3, row_start_ptr, num_rows_ptr, 2)
     tl.store(tile_ptr, expert)
     tl.store(tile_ptr + 1, row)
     tl.store(tile_ptr + 2, row_end)
-    every = tl.arange(0, 256)[:, None]
-    product = gemm._times_powers(tl.full((256, 256), 1.0, tl.float32), every, every)
-    tl.store(powers_ptr + tl.arange(0, 256)[:, None] * 256 + tl.arange(0, 256)[None, :], product)
+    codes = tl.arange(0, 256)
+    tl.store(powers_ptr + codes, operands.powers(codes.to(tl.uint8)))
 
 
 def test_helpers(device):
-    """The examples of the tile map; and all pairs of E8M0 codes."""
+    """The examples of the tile map; and all E8M0 codes."""
     counts, start_P = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([3, 0, 5], [0, 128, 128, 256]))
     ends, tile = (torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 3))
-    powers = torch.zeros(256, 256, device=device)
+    powers = torch.zeros(256, device=device)
     _helpers_kernel[(1,)](counts, start_P, ends, tile, powers)
     assert ends.tolist() == [2, 2, 5, 5] and tile.tolist() == [2, 130, 133]
-    exponent = torch.arange(256, dtype=torch.float64)[:, None] + torch.arange(256) - 254
-    assert torch.equal(powers.cpu()[:255, :255], torch.exp2(exponent).float()[:255, :255])
+    assert powers[:255].cpu().tolist() == [2.0 ** (code - E8M0_BIAS) for code in range(255)] and powers[255].isnan()
 
 
 def test_what_is_refused(device):
     problem = Problem(RAGGED, MXFP8_E4M3, device)
-    rows, columns = problem._spoil_rows(problem.a), problem._spoil_columns(problem.columns[0])
-    w, experts = problem._weight(False), problem._experts()
+    rows, columns = problem.rows_bundle(problem.a), problem.columns_bundle(problem.columns[0])
+    w, experts = problem.weight(False), problem.experts()
     out = torch.empty(1000, 96, dtype=torch.bfloat16, device=device)
     zero = problem.stop
 
     def forward(rows=rows, w=w, out=out, experts=experts, format=MXFP8_E4M3, **options):
         for module in (gemm, reference):
-            module.grouped_gemm_scaled(*rows, *w, out, zero, *experts, format=format, stop_1=zero, **options)
+            module.grouped_gemm_scaled(rows, *w, out, zero, *experts, format=format, stop_1=zero, **options)
 
     forward()
     wrong = [
-        ({"rows": (rows[0].view(torch.uint8), *rows[1:])}, "a values must be contiguous torch.float8_e4m3fn"),
-        ({"rows": (*rows[:2], rows[2].view(-1, 4), rows[3])}, r"a scales must be .*\[any, 8\]"),
+        ({"rows": rows._replace(values=rows.values.view(torch.uint8))}, "a values must be contiguous torch.float8_e4m"),
+        ({"rows": rows._replace(scales=rows.scales.view(-1, 1))}, r"a scales must be .*\['any'\]"),
+        ({"rows": rows._replace(outer_inv=out[:, 0].float())}, "a outer_inv must be None"),
         ({"w": (w[0][:, :40], w[1])}, "w_values_LNK must be"),
         ({"w": (w[0], w[1][:-1])}, r"w_scales must be .*\[512, 8\]"),
         ({"out": out.float()}, r"out must be contiguous bf16 \[any, 96\]"),
+        ({"columns": (0, 128)}, "columns must be"),
+        ({"columns": (64, 32)}, r"columns must be \(a multiple of 128"),
         ({"experts": (experts[0], experts[1].long())}, "num_rows_L must be contiguous int32"),
-        ({"a_outer_inv": out[:, 0].float()}, "a_outer_inv must be None"),
+        ({"w_outer_inv_L": out[:4, 0].float()}, "w_outer_inv_L must be None"),
         ({"format": NVFP4}, "w_values_LNK must be"),
     ]
     for change, words in wrong:
@@ -480,13 +483,13 @@ def test_what_is_refused(device):
             forward(**change)
     for module in (gemm, reference):
         with pytest.raises(ValueError, match="nvfp4 has no blocks along"):
-            module.grouped_gemm_scaled_dgrad(*rows, *w, out, zero, *experts, format=NVFP4, stop_1=zero)
+            module.grouped_gemm_scaled_dgrad(rows, *w, out, zero, *experts, format=NVFP4, stop_1=zero)
         options = {"accumulate": False, "stop_1": zero}
         grad = torch.empty(4, 96, 96, dtype=torch.float16, device=device)
         with pytest.raises(ValueError, match="out_LNK must be contiguous bf16 or fp32"):
-            module.grouped_gemm_scaled_wgrad(*columns, *columns, *experts, grad, format=MXFP8_E4M3, **options)
+            module.grouped_gemm_scaled_wgrad(columns, columns, *experts, grad, format=MXFP8_E4M3, **options)
         with pytest.raises(ValueError, match="mxfp4 has no blocks along"):
-            module.grouped_gemm_scaled_wgrad(*columns, *columns, *experts, grad, format=MXFP4, **options)
+            module.grouped_gemm_scaled_wgrad(columns, columns, *experts, grad, format=MXFP4, **options)
 
 
 def test_the_bar_sees_faults(device):
@@ -505,6 +508,54 @@ def test_choice_of_the_tile():
     assert gemm.pick_config("dgrad", scaled_dot=False, rows_per_expert=64) is gemm.CONFIGS[64, False]
     assert gemm.pick_config("forward", scaled_dot=True, rows_per_expert=64) is gemm.CONFIGS[128, True]
     assert gemm.pick_config("wgrad", scaled_dot=False, rows_per_expert=64) is gemm.CONFIGS[128, False]
+
+
+# On sm_90, in Gluon
+
+
+HOPPER_CASES = [
+    *CASES,
+    RAGGED,
+    Case("two tiles of rows and of columns, 5 steps", (300, 129), 288, 544),
+]
+
+
+def hopper_configs() -> list:
+    from dist_moe.kernels_triton import scaled_hopper
+
+    return [
+        (scaled_hopper.Config(rows, num_stages=4), square) for rows in (16, 32, 64, 128) for square in (True, False)
+    ]
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
+def test_hopper_equals_the_oracle(case, device):
+    from dist_moe.kernels_triton import scaled_hopper
+
+    problem = Problem(case, MXFP8_E4M3, device)
+    ref = problem.run(reference, "forward")
+    for config, square in hopper_configs():
+        out = problem.run(scaled_hopper, "forward", config=config, square=square)
+        assert_equal(out, ref)
+        assert torch.equal(out, problem.run(scaled_hopper, "forward", config=config, square=square, num_sms=1))
+
+
+@pytest.mark.sm90
+def test_hopper_windows_and_bits(device):
+    """A window has the bits of the whole, and rows keep theirs beside a NaN and a row of zeros, in any tile."""
+    from dist_moe.kernels_triton import scaled_hopper
+
+    problem = Problem(Case("window", (5, 133), 288, 544), MXFP8_E4M3, device)
+    for config, square in hopper_configs():
+        options = {"config": config, "square": square}
+        whole = problem.run(scaled_hopper, "forward", **options)
+        for columns in ((0, 96), (128, 160), (256, 32)):
+            out = problem.run(scaled_hopper, "forward", columns=columns, **options)
+            assert torch.equal(out, whole[:, columns[0] : sum(columns)])
+        problem.stop.fill_(1)
+        assert (problem.run(scaled_hopper, "forward", **options) == BAD_OUT).all()
+        problem.stop.zero_()
 
 
 # Sizes of real models, compiled only

@@ -5,11 +5,10 @@ from tests.compile_check import Case
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from dist_moe.kernels_triton.grouped_gemm_scaled import (
     CONFIGS,
-    ROWS_PARTS,
-    WGRAD_PARTS,
     WGRAD_SCALED_DOT,
     _format_options,
     _tile_options,
+    step,
 )
 
 VALUES = {MXFP8_E4M3: "fp8e4nv", MXFP8_E5M2: "fp8e5", MXFP4: "u8", NVFP4: "u8"}
@@ -19,7 +18,7 @@ BLOCK_SCALED |= {MXFP4: "kind::mxf4.block_scale", NVFP4: "kind::mxf4nvf4.block_s
 
 def common(format, config) -> dict:
     """Fields of a Case and what depends on the way to multiply."""
-    options = _tile_options(config)
+    options = _tile_options(config, format)
     fields = {"num_warps": options.pop("num_warps"), "num_stages": options.pop("num_stages")}
     fields["constexprs"] = {**_format_options(format), **options}
     if config.scaled_dot:
@@ -35,26 +34,21 @@ def name(*words, config) -> str:
 
 def rows_case(kind: str, format, config, block_l: int = 128) -> Case:
     fields = common(format, config)
-    step, short, per_byte = config.block_k, 32, format.values_per_byte
+    bytes_k = step(config, format) // format.values_per_byte
     dtype = VALUES[format]
 
-    def weight(k: int, columns: int) -> str:
-        block = f"1, {k}, {columns}" if kind == "dgrad" else f"1, {columns}, {k // per_byte}"
-        return f"tensordesc<{dtype}[{block}]>"
-
+    w_block = f"1, {bytes_k}, {config.block_n}" if kind == "dgrad" else f"1, {config.block_n}, {bytes_k}"
     outer = {"a_outer_inv_ptr": "*fp32", "a_outer_start_ptr": "*i64", "w_outer_inv_ptr": "*fp32"}
     constexprs = {} if format.two_level else dict.fromkeys(outer)
     constexprs |= {"DGRAD": kind == "dgrad", "TWO_LEVEL": format.two_level, "BLOCK_L": block_l}
     return Case(
         "grouped_gemm_scaled:_rows_times_weight_kernel",
         {
-            "a_desc": f"tensordesc<{dtype}[{config.block_m}, {step // per_byte}]>",
-            "a_block_desc": f"tensordesc<{dtype}[{config.block_m}, {short // per_byte}]>",
+            "a_desc": f"tensordesc<{dtype}[{config.block_m}, {bytes_k}]>",
             "a_start_ptr": "*i64",
             "a_scales_ptr": "*u8",
             "a_scales_start_ptr": "*i64",
-            "w_desc": weight(step, config.block_n),
-            "w_block_desc": weight(short, config.block_n // ROWS_PARTS.value),
+            "w_desc": f"tensordesc<{dtype}[{w_block}]>",
             "w_scales_ptr": "*u8",
             "out_ptr": "*bf16",
             "out_start_ptr": "*i64",
@@ -63,11 +57,10 @@ def rows_case(kind: str, format, config, block_l: int = 128) -> Case:
             **(outer if format.two_level else {}),
             "stop_ptr": "*i64",
             "L": "i32",
-            "width": "i32",
-            "contraction": "i32",
+            **dict.fromkeys(("all_columns", "first_column", "width", "out_stride", "contraction"), "i32"),
         },
         name=name(kind, format.name, config=config),
-        aligned=("width", "contraction"),
+        aligned=("all_columns", "first_column", "width", "out_stride", "contraction"),
         unaligned=("a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "a_outer_start_ptr", "stop_ptr"),
         expect=("cp.async.bulk.tensor.2d", "cp.async.bulk.tensor.3d", "st.global.v4.b32"),
         **fields | {"constexprs": fields["constexprs"] | constexprs},
@@ -84,13 +77,11 @@ def wgrad_case(format, config, dtype: str, accumulate: bool) -> Case:
     return Case(
         "grouped_gemm_scaled:_wgrad_kernel",
         {
-            "dy_desc": desc(config.block_k, config.block_m),
-            "dy_block_desc": desc(32, config.block_m),
+            "dy_desc": desc(step(config, format), config.block_m),
             "dy_start_ptr": "*i64",
             "dy_scales_ptr": "*u8",
             "dy_scales_start_ptr": "*i64",
-            "x_desc": desc(config.block_k, config.block_n),
-            "x_block_desc": desc(32, config.block_n // WGRAD_PARTS.value),
+            "x_desc": desc(step(config, format), config.block_n),
             "x_start_ptr": "*i64",
             "x_scales_ptr": "*u8",
             "x_scales_start_ptr": "*i64",
@@ -98,7 +89,7 @@ def wgrad_case(format, config, dtype: str, accumulate: bool) -> Case:
             "row_start_ptr": "*i32",
             "num_rows_ptr": "*i32",
             "stop_ptr": "*i64",
-            **dict.fromkeys(("L", "N", "K", "dy_scale_cols", "x_scale_cols"), "i32"),
+            **dict.fromkeys(("L", "N", "K"), "i32"),
         },
         name=name("wgrad", format.name, dtype, "accumulate" if accumulate else "overwrite", config=config),
         aligned=("N", "K"),

@@ -1,0 +1,71 @@
+"""Operands of block-scaled products on the device: tiles of experts' real rows, values and scales of a tile."""
+
+import triton
+import triton.language as tl
+
+from ._scaled import ATOM_C, ATOM_R, E8M0_NAN, NAN, fp32_of
+
+
+@triton.jit
+def row_tile_ends(num_rows_ptr, L, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Cumulative number of row tiles by expert, int32 [BLOCK_L]; num_rows [3, 0, 5], BLOCK_M 2 -> [2, 2, 5, 5]."""
+    offs_l = tl.arange(0, BLOCK_L)
+    return tl.cumsum(tl.cdiv(tl.load(num_rows_ptr + offs_l, mask=offs_l < L, other=0), BLOCK_M))
+
+
+@triton.jit
+def row_tile(ends_L, tile_m, row_start_ptr, num_rows_ptr, BLOCK_M: tl.constexpr):
+    """Expert, first row and end of the expert's real rows of a row tile.
+
+    Tile 3 of the example above with row_start [0, 128, 128, 256] -> (2, 130, 133).
+    """
+    expert = tl.sum((ends_L <= tile_m).to(tl.int32))
+    first_tile = tl.max(tl.where(ends_L <= tile_m, ends_L, 0))
+    row_start = tl.load(row_start_ptr + expert)
+    return expert, row_start + (tile_m - first_tile) * BLOCK_M, row_start + tl.load(num_rows_ptr + expert)
+
+
+@triton.jit
+def scale_codes(scales_ptr, row, col, num_cols, R: tl.constexpr, S: tl.constexpr):
+    """Codes (uint8) [R, S] from (row, col) of a scale matrix in blocked order; behind its last column they are 0.
+
+    row is a multiple of R, which divides 128, and col of S or of 4: the tile lies in one row of whole atoms. num_cols
+    counts padding.
+    """
+    tl.static_assert(ATOM_R % R == 0)
+    scales_ptr += (row // ATOM_R).to(tl.int64) * num_cols * ATOM_R
+    rows = (row % ATOM_R + tl.arange(0, R))[:, None]
+    cols = tl.max_contiguous(tl.multiple_of(col + tl.arange(0, S), S), S)[None, :]
+    ptrs = scales_ptr + (cols // ATOM_C * (ATOM_R * ATOM_C) + rows % 32 * 16 + rows // 32 * 4 + cols % ATOM_C)
+    if S <= ATOM_C:  # there is no atom of which nothing is asked
+        codes = tl.load(ptrs)
+    else:
+        codes = tl.load(ptrs, mask=cols < num_cols, other=0)
+    return codes
+
+
+@triton.jit
+def powers(codes):
+    """FP32 of E8M0 codes, exact: 0 is 2^-127, a subnormal number."""
+    codes = codes.to(tl.int32)
+    bits = tl.where(codes == 0, 0x400000, codes << 23)
+    return fp32_of(tl.where(codes == E8M0_NAN, NAN, bits))
+
+
+@triton.jit
+def e2m1_values(values, R: tl.constexpr, C: tl.constexpr):
+    """BF16 [R, C] from pairs [R, C / 2]: 0 0.5 1 1.5 2 3 4 6 and negatives."""
+    byte = values.to(tl.int32)
+    code = tl.reshape(tl.join(byte & 15, byte >> 4), (R, C))
+    magnitude = code & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x3F00, (magnitude << 6) + 0x3F00) | (code & 8) << 12
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def scaled_e2m1(values, codes, R: tl.constexpr, C: tl.constexpr):
+    """BF16 [R, C] of pairs [R, C / 2] times their e4m3 scales [R, S]: exact, in at most six bits."""
+    S: tl.constexpr = codes.shape[1]
+    scales = codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    v = tl.reshape(e2m1_values(values, R, C), (R, S, C // S))
+    return tl.reshape(v * scales[:, :, None], (R, C))

@@ -1,0 +1,341 @@
+"""Rows times weights of e4m3 blocks on sm_90, in Gluon; elsewhere grouped_gemm_scaled runs.
+
+    out[r] = bf16(a[r] @ w[e].T)
+
+Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
+
+The tensor cores multiply the e4m3 values as they are, a block of 32 at a time, which is one instruction deep, and every
+FP32 product is multiplied by the scales of both blocks as it is added. So no value is converted, every scale is right,
+and the bits of an output depend on its own row and column alone. One warp keeps a ring of stages filled across tiles:
+values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 columns of values.
+
+What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
+latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand of 128
+rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dist_moe.formats import MXFP8_E4M3
+from dist_moe.quantized import check_scaled_rows
+from dist_moe.shapes import next_power_of_2
+
+from ._device import delay, num_programs
+from ._launch import launched
+from .grouped_gemm import GROUP_M, _tile_place
+from .grouped_gemm_scaled import grouped_gemm_scaled as grouped_gemm_scaled_triton
+from .wgrad_hopper import _load
+
+BLOCK = gl.constexpr(32)
+STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
+TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
+PRODUCER_REGISTERS = gl.constexpr(56)
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int  # of a tile
+    num_stages: int
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _row_tile_ends(num_rows_ptr, L, ROWS: gl.constexpr, BLOCK_L: gl.constexpr):
+    """Cumulative number of row tiles by expert, as _scaled_operands.row_tile_ends."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    offs_l = gl.arange(0, BLOCK_L, layout=LAYOUT)
+    num_rows = gl.load(num_rows_ptr + offs_l, mask=offs_l < L, other=0)
+    return gl.associative_scan((num_rows + ROWS - 1) // ROWS, 0, _add)
+
+
+@gluon.jit
+def _tile(tile, ends_L, tables, first_column, width, ROWS: gl.constexpr, GROUP_M: gl.constexpr):
+    """Expert, first row, end of the expert's real rows, and first column of a tile."""
+    row_start_ptr, num_rows_ptr = tables
+    tile_m, tile_n = _tile_place(tile, gl.max(ends_L, 0), gl.cdiv(width, TILE), GROUP_M)
+    expert = gl.sum((ends_L <= tile_m).to(gl.int32), 0)
+    first_tile = gl.max(gl.where(ends_L <= tile_m, ends_L, 0), 0)
+    row_start = gl.load(row_start_ptr + expert)
+    row = row_start + (tile_m - first_tile) * ROWS
+    return expert, row, row_start + gl.load(num_rows_ptr + expert), first_column + tile_n * TILE
+
+
+@gluon.jit
+def _copy_scales(to, atom_ptr, first_row, EVERY: gl.constexpr):
+    """The words (four blocks) of rows first_row, first_row + EVERY, ... of an atom, asynchronously."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = first_row + gl.arange(0, to.shape[0], layout=LAYOUT) * EVERY
+    async_copy.async_copy_global_to_shared(to, atom_ptr + rows % 32 * 4 + rows // 32)
+
+
+@gluon.jit
+def _produce(
+    sizes, tables, rings, a, w, ROWS: gl.constexpr, SQUARE: gl.constexpr, BLOCK_L: gl.constexpr, GROUP_M: gl.constexpr
+):
+    """One warp: values and scales of every tile into the ring, a step a stage, as stages become empty."""
+    L, all_columns, first_column, width, contraction = sizes
+    a_ring, w_ring, a_scales, w_scales, full, empty = rings
+    a_desc, a_start, a_scales_ptr = a
+    w_desc, w_scales_ptr = w
+    STAGES: gl.constexpr = a_ring.shape[0]
+    ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
+    num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
+    atoms_of_a_row = gl.cdiv(contraction, STEP)
+    atoms_of_an_expert = gl.cdiv(all_columns, TILE) * atoms_of_a_row
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        delay(tile)
+        expert, row, _, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        a_atom_ptr = a_scales_ptr + (row // 128 * atoms_of_a_row).to(gl.int64) * 128
+        w_atom = expert.to(gl.int64) * atoms_of_an_expert + col // TILE * atoms_of_a_row
+        w_atom_ptr = w_scales_ptr + w_atom * 128
+        for k in range(0, contraction, STEP):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            _copy_scales(a_scales.index(stage), a_atom_ptr + k, row % 128, 1)
+            _copy_scales(w_scales.index(stage), w_atom_ptr + k, 0, BLOCK if SQUARE else 1)
+            async_copy.mbarrier_arrive(full.index(stage))
+            mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
+            _load(w_desc, [expert * all_columns + col, k], full.index(stage), w_ring.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _power(words, j: gl.constexpr):
+    """FP32 of E8M0 code j of words of four; code 0, which is 2^-127, as 0 and NaN as infinity."""
+    bits = (words << (23 - 8 * j)) if j < 3 else (words >> 1)
+    return (bits & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _product(m_values, n_values, zeros, j: gl.constexpr):
+    """The product of blocks j of a stage, asynchronously."""
+    m_block = m_values.slice(j * BLOCK, BLOCK, 1)
+    return warpgroup_mma(
+        m_block, n_values.slice(j * BLOCK, BLOCK, 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _multiply(
+    sizes, tables, rings, out, ROWS: gl.constexpr, SQUARE: gl.constexpr, BLOCK_L: gl.constexpr, GROUP_M: gl.constexpr
+):
+    """Eight warps: the products of every tile, and its way out."""
+    L, _, first_column, width, contraction = sizes
+    a_ring, w_ring, a_scales, w_scales, full, empty = rings
+    out_ptr, pitch = out
+    STAGES: gl.constexpr = a_ring.shape[0]
+    SWAP: gl.constexpr = ROWS < 128
+    M: gl.constexpr = 128
+    N: gl.constexpr = ROWS if SWAP else TILE
+    GROUPS: gl.constexpr = N // BLOCK if SQUARE else N
+    PIPELINED: gl.constexpr = SQUARE or N < 128  # else there are no registers for two products
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
+    ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
+    num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
+    zeros = gl.zeros([M, N], gl.float32, layout=ACC)
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        delay(tile)
+        _, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        acc = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
+        SCALES: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+        for _ in range(0, contraction, STEP):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            if SWAP:
+                m_values, n_values = w_ring.index(stage), a_ring.index(stage)
+                m_words = w_scales.index(stage).load(gl.SliceLayout(1, SCALES))
+                n_words = a_scales.index(stage).load(gl.SliceLayout(0, SCALES))
+            else:
+                m_values, n_values = a_ring.index(stage), w_ring.index(stage)
+                m_words = a_scales.index(stage).load(gl.SliceLayout(1, SCALES))
+                n_words = w_scales.index(stage).load(gl.SliceLayout(0, SCALES))
+            product = _product(m_values, n_values, zeros, 0)
+            for j in gl.static_range(4):
+                if PIPELINED and j < 3:
+                    following = _product(m_values, n_values, zeros, j + 1)
+                product = warpgroup_mma_wait(1 if PIPELINED and j < 3 else 0, deps=(product,))
+                if j == 3:
+                    mbarrier.arrive(empty.index(stage))
+                scale = gl.expand_dims(_power(m_words, j), 1) * gl.expand_dims(_power(n_words, j), 0)
+                acc += gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
+                if j < 3:
+                    product = following if PIPELINED else _product(m_values, n_values, zeros, j + 1)
+            step += 1
+        result = gl.reshape(acc, [M, N]).to(gl.bfloat16)
+        if SWAP:
+            result = gl.permute(result, (1, 0))
+        _store(result, out_ptr, row, col - first_column, row_end, width, pitch)
+
+
+@gluon.jit
+def _store(result, out_ptr, row, col, row_end, width, pitch):
+    """A tile of BF16 at (row, col), no row from row_end and no column from width."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    result = gl.convert_layout(result, LAYOUT)
+    rows = row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    mask = (rows < row_end)[:, None] & (cols < width)[None, :]
+    gl.store(out_ptr + rows.to(gl.int64)[:, None] * pitch + cols[None, :], result, mask=mask)
+
+
+@launched
+@gluon.jit(do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"])
+def _forward_kernel(
+    a_desc,  # [X, K] values
+    a_start_ptr,  # [1] i64
+    a_scales_ptr,  # i32, four codes a word
+    a_scales_start_ptr,  # [1] i64
+    w_desc,  # [L * N, K] values
+    w_scales_ptr,  # i32, [L, whole atoms]
+    out_ptr,  # [X, pitch] bf16
+    out_start_ptr,  # [1] i64
+    row_start_ptr,  # [L + 1] i32
+    num_rows_ptr,  # [L] i32
+    stop_ptr,  # [1] i64
+    L,
+    all_columns,
+    first_column,
+    width,
+    pitch,
+    contraction,
+    ROWS: gl.constexpr,
+    SQUARE: gl.constexpr,
+    BLOCK_L: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Program p takes output tiles p, p + programs, ...; example: grouped_gemm_scaled._rows_times_weight_kernel."""
+    if gl.load(stop_ptr) != 0:
+        return
+    VALUES: gl.constexpr = a_desc.dtype
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    W_WORDS: gl.constexpr = TILE // BLOCK if SQUARE else TILE
+    a_ring = gl.allocate_shared_memory(VALUES, [STAGES, ROWS, STEP], a_desc.layout)
+    w_ring = gl.allocate_shared_memory(VALUES, [STAGES, TILE, STEP], w_desc.layout)
+    a_scales = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], WORDS)
+    w_scales = gl.allocate_shared_memory(gl.int32, [STAGES, W_WORDS], WORDS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    a_start = gl.load(a_start_ptr).to(gl.int32)
+    a_scales_ptr += gl.load(a_scales_start_ptr) // 4
+    out_ptr += gl.load(out_start_ptr) * pitch
+    sizes = (L, all_columns, first_column, width, contraction)
+    tables = (row_start_ptr, num_rows_ptr)
+    rings = (a_ring, w_ring, a_scales, w_scales, full, empty)
+    gl.warp_specialize(
+        [
+            (_multiply, (sizes, tables, rings, (out_ptr, pitch), ROWS, SQUARE, BLOCK_L, GROUP_M)),
+            (
+                _produce,
+                (
+                    sizes, tables, rings, (a_desc, a_start, a_scales_ptr), (w_desc, w_scales_ptr), ROWS, SQUARE,
+                    BLOCK_L, GROUP_M,
+                ),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@functools.cache
+def shared_layout(rows: int) -> gl.NVMMASharedLayout:
+    """How a tile of values lies in shared memory: swizzled as the tensor cores read it."""
+    return gl.NVMMASharedLayout.get_default_for([rows, STEP.value], gl.float8e4nv)
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    values = values.flatten(0, -2)
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, STEP.value], shared_layout(rows))
+
+
+def pick_config(square: bool, rows_per_expert: int | None) -> Config:
+    """Tile of 16 to 128 rows; 128 where a scale of weights holds for 32 columns, else its registers do not suffice."""
+    if rows_per_expert is not None and rows_per_expert <= 32:
+        rows = max(16, next_power_of_2(rows_per_expert))
+    else:
+        rows = 128 if square and (rows_per_expert is None or rows_per_expert > 64) else 64
+    return Config(rows, num_stages=5 if rows == 128 else 8)
+
+
+def grouped_gemm_scaled(
+    a,
+    w_values_LNK,
+    w_scales,
+    out_XN,
+    out_start_1,
+    row_start_P,
+    num_rows_L,
+    *,
+    format,
+    w_outer_inv_L=None,
+    columns=None,
+    square=False,
+    stop_1,
+    num_sms=None,
+    rows_per_expert=None,
+    config=None,
+) -> None:
+    """As grouped_gemm_scaled.grouped_gemm_scaled, which other formats than e4m3 are left to."""
+    if format is not MXFP8_E4M3:
+        grouped_gemm_scaled_triton(
+            a, w_values_LNK, w_scales, out_XN, out_start_1, row_start_P, num_rows_L, format=format,
+            w_outer_inv_L=w_outer_inv_L, columns=columns, square=square, stop_1=stop_1, num_sms=num_sms,
+            rows_per_expert=rows_per_expert,
+        )  # fmt: skip
+        return
+    L, N, K, first, width = check_scaled_rows(
+        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, format=format, dgrad=False,
+        w_outer_inv=w_outer_inv_L, columns=columns,
+    )  # fmt: skip
+    config = config or pick_config(square, rows_per_expert)
+    _forward_kernel[(num_programs(out_XN.device, num_sms),)](
+        _descriptor(a.values, config.rows),
+        a.start_1,
+        a.scales.view(torch.int32),
+        a.scales_start_1,
+        _descriptor(w_values_LNK, TILE.value),
+        w_scales.view(torch.int32),
+        out_XN,
+        out_start_1,
+        row_start_P,
+        num_rows_L,
+        stop_1,
+        L,
+        N,
+        first,
+        width,
+        out_XN.shape[1],
+        K,
+        ROWS=config.rows,
+        SQUARE=square and config.rows == 128,
+        BLOCK_L=max(32, next_power_of_2(L)),
+        STAGES=config.num_stages,
+        GROUP_M=GROUP_M,
+        num_warps=8,
+    )

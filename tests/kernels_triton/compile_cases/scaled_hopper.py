@@ -1,0 +1,40 @@
+"""scaled_hopper: Gluon, for sm_90 alone."""
+
+from tests.compile_check import Case
+
+from dist_moe.kernels_triton.grouped_gemm import GROUP_M
+from dist_moe.kernels_triton.scaled_hopper import shared_layout
+
+
+def desc(rows: int) -> str:
+    return f"tensordesc<fp8e4nv[{rows}, 128],{shared_layout(rows)!r}>"
+
+
+def case(rows: int, square: bool, stages: int) -> Case:
+    return Case(
+        "scaled_hopper:_forward_kernel",
+        {
+            "a_desc": desc(rows),
+            "a_start_ptr": "*i64",
+            "a_scales_ptr": "*i32",
+            "a_scales_start_ptr": "*i64",
+            "w_desc": desc(128),
+            "w_scales_ptr": "*i32",
+            "out_ptr": "*bf16",
+            "out_start_ptr": "*i64",
+            "row_start_ptr": "*i32",
+            "num_rows_ptr": "*i32",
+            "stop_ptr": "*i64",
+            **dict.fromkeys(("L", "all_columns", "first_column", "width", "pitch", "contraction"), "i32"),
+        },
+        {"ROWS": rows, "SQUARE": square, "BLOCK_L": 128, "STAGES": stages, "GROUP_M": GROUP_M},
+        name=f"{rows} rows-{'square' if square else 'along K'}",
+        num_warps=8,
+        aligned=("all_columns", "first_column", "width", "pitch", "contraction"),
+        unaligned=("a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"),
+        expect=("cp.async.bulk.tensor.2d.shared::", "k32.f32.e4m3.e4m3", "setmaxnreg", "st.global.v4.b32"),
+        archs=(90,),
+    )
+
+
+CASES = (case(128, True, 5), case(64, False, 8), case(32, False, 8), case(16, False, 8))
