@@ -44,7 +44,7 @@ class Case:
     expect_sm90: tuple[str, ...] = ()
     expect_sm100: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
-    archs: tuple[int, ...] = ARCHS
+    archs: tuple[int, ...] | None = None
 
     @property
     def id(self) -> str:
