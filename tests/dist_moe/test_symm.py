@@ -231,7 +231,7 @@ def test_different_regions_are_refused_on_all_ranks(how, words):
 
 def test_a_rank_that_dies_half_way_leaves_no_file():
     before = set(os.listdir("/dev/shm"))
-    results = run_ranks(3, _allocate_badly, "dies", timeout_s=30, may_die=[1])
+    results = run_ranks(3, _allocate_badly, "dies", timeout_s=30, interpret=True, may_die=[1])
     assert results[1] == Died(3)
     assert [results[rank][0] for rank in (0, 2)] == [PeerTimeoutError] * 2
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("dist_moe-")]
@@ -249,7 +249,7 @@ def _come_late(rank, group):
 
 
 def test_exchange_has_a_deadline():
-    _, waited_s = run_ranks(2, _come_late, timeout_s=20)
+    _, waited_s = run_ranks(2, _come_late, timeout_s=20, interpret=True)
     assert 0.5 <= waited_s < 1.9
 
 
