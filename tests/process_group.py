@@ -254,7 +254,7 @@ def _fork_workers(orders: connection.Connection) -> None:
     import torch
 
     if not torch.backends.cuda.is_built():  # with CUDA these imports may ask the driver, which does not survive a fork
-        import torch._dynamo  # noqa: F401
+        import torch._dynamo
     while True:
         try:
             order, value = orders.recv()

@@ -69,7 +69,7 @@ def wgrad_case(config: Config, dtype: str, accumulate: bool) -> Case:
     )
 
 
-# On sm_90 sums lie in registers: each kind with each tile. On sm_100 they do not: the largest, and each tile of one kind.
+# On sm_90 sums lie in registers: each kind with each tile. On sm_100 the largest for both, each other for one of them.
 ON_BOTH = {"forward": ((128, 64), (64, 128)), "dgrad": ((128, 256), (128, 128), (64, 256))}
 # Each tile and dtype, each tile overwritten and added to; the largest in all ways but one that needs least.
 WGRADS = {
