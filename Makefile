@@ -1,4 +1,5 @@
 # quickstart: set up, then train a small model over two ranks.   test, lint: what CI runs.
+# WORKERS=2 spreads the tests over two processes.
 #
 # The python3 of the shell is used when it has torch >= 2.11 (a GPU machine); what it lacks beside torch is installed,
 # and nothing is downloaded when it lacks nothing;
@@ -6,6 +7,8 @@
 
 PYTHON ?= python3
 TESTS ?= tests
+WORKERS ?= 0
+PYTEST = $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),--numprocesses $(WORKERS) --dist loadfile)
 NEWEST_TRITON := 3.9.0
 
 HAS_TORCH := $(shell $(PYTHON) -c 'from importlib.metadata import version as v; \
@@ -26,12 +29,14 @@ quickstart: $(SETUP)
 	$(PY) -m dist_moe demo
 
 test: $(SETUP)
-	$(PY) -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 
-# The kernels once more under the newest Triton that the interpreter's repairs know; it stands before the other on the path.
+# Once more under the newest Triton that the interpreter's repairs know; it stands before the other on the path: what is
+# compiled, what is repaired, and each kernel against its oracle and its example, without drawn cases and faults.
 test-newest-triton: $(SETUP) .venv/triton-$(NEWEST_TRITON)/ready
 	PYTHONPATH=.venv/triton-$(NEWEST_TRITON) TRITON_DEFAULT_FP_FUSION=1 \
-	  $(PY) -m pytest tests/kernels_triton tests/dist_moe/test_interpreter.py
+	  $(PYTEST) tests/kernels_triton tests/dist_moe/test_interpreter.py -k \
+	  "compile or interpreter or launch or device or oracle or example or named_routings or traces"
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -73,6 +73,16 @@ def pytest_collection_modifyitems(config, items):
 _COUNTS = pytest.StashKey[dict[tuple[str, str], int]]()
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's workers
+        session.config.workeroutput["not run"] = session.config.stash.get(_COUNTS, {})
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist: each of its workers has collected everything
+def pytest_testnodedown(node):
+    node.config.stash[_COUNTS] = getattr(node, "workeroutput", {}).get("not run", {})
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: the line stands just above pytest's last one
 def pytest_terminal_summary(terminalreporter, config):
     yield

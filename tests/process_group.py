@@ -1,6 +1,6 @@
 """Ranks as processes: run a function in W of them, on a gloo group over loopback, or (device="cuda") one GPU each.
 
-    results = run_ranks(4, fn, arg, timeout_s=30)          # fresh processes, 2-5 s
+    results = run_ranks(4, fn, arg, timeout_s=30)          # fresh processes, forked from one that has imported torch
     results = ranks(4).run(fn, arg)                        # processes kept for the session, some 20 ms a run
 
 `fn(rank, group, *args)` is a top-level function of a module file (tests are: it is imported by its path); arguments and
@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,8 @@ class RankPool:
         may_die: Sequence[int] = (),
     ) -> list:
         self._workers = [
-            worker or _Worker(rank, self.interpret, self.environment) for rank, worker in enumerate(self._workers)
+            worker or _Worker(rank, _template(self.interpret, *sorted(self.environment.items())))
+            for rank, worker in enumerate(self._workers)
         ]
         module = sys.modules[fn.__module__]
         with tempfile.TemporaryDirectory(prefix="dist_moe_test_") as store:
@@ -141,7 +142,7 @@ class RankPool:
                 pending[pipe].receive()
             if not ready:
                 for worker in pending.values():
-                    worker.process.send_signal(signal.SIGUSR1)
+                    os.kill(worker.pid, signal.SIGUSR1)
                 time.sleep(DUMP_TIME_S)
                 for worker in pending.values():
                     worker.started, worker.outcome = True, ("hangs", None)
@@ -152,25 +153,50 @@ class RankPool:
         self._workers = [None] * self.W
 
 
-class _Worker:
-    """One process: the parent's side."""
+class _Template:
+    """A process that has done the imports which take long, and forks the workers: the parent's side."""
 
-    def __init__(self, rank: int, interpret: bool, environment: Mapping[str, str]):
-        self.rank, self.started, self.outcome = rank, False, None
+    def __init__(self, interpret: bool, environment: Mapping[str, str]):
         ours, theirs = socket.socketpair()
-        self.pipe = connection.Connection(ours.detach())
-        self.log = tempfile.TemporaryFile("w+", prefix=f"rank{rank}_")  # what the rank prints, and its stacks
+        self.orders = connection.Connection(ours.detach())
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         always = {**one_thread, "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": str(int(interpret))}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.process_group", str(theirs.fileno()), str(rank)],
+            [sys.executable, "-u", "-m", "tests.process_group", str(theirs.fileno())],
             cwd=ROOT,
             env={**os.environ, **always, **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
         )
+        theirs.close()
+
+    def fork(self, rank: int, *files: int) -> int:
+        """Process id of a worker that has these files: its pipe and its log."""
+        self.orders.send(("fork", rank))
+        for file in files:
+            reduction.send_handle(self.orders, file, self.process.pid)
+        return self.orders.recv()
+
+    def wait(self, pid: int) -> int:
+        """Exit code of a worker that has ended, or will."""
+        self.orders.send(("wait", pid))
+        return self.orders.recv()
+
+
+@functools.cache
+def _template(interpret: bool, *environment: tuple[str, str]) -> _Template:
+    return _Template(interpret, dict(environment))
+
+
+class _Worker:
+    """One process: the parent's side."""
+
+    def __init__(self, rank: int, template: _Template):
+        self.rank, self.template, self.started, self.outcome, self.exit_code = rank, template, False, None, None
+        ours, theirs = socket.socketpair()
+        self.pipe = connection.Connection(ours.detach())
+        self.log = tempfile.TemporaryFile("w+", prefix=f"rank{rank}_")  # what the rank prints, and its stacks
+        self.pid = template.fork(rank, theirs.fileno(), self.log.fileno())
         theirs.close()
 
     def start(self, task: bytes) -> None:
@@ -189,7 +215,7 @@ class _Worker:
         try:
             message = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            message = ("died", self.process.wait())
+            message = ("died", self.wait())
         self.started = True
         if message[0] != "started":
             self.outcome = message
@@ -200,9 +226,15 @@ class _Worker:
         self.log.seek(0)
         return f"---- rank {self.rank} {what}\n{value if kind == 'raised' else ''}{self.log.read()[-8000:]}"
 
+    def wait(self) -> int:
+        if self.exit_code is None:
+            self.exit_code = self.template.wait(self.pid)
+        return self.exit_code
+
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
         self.pipe.close()
         self.log.close()
 
@@ -215,7 +247,35 @@ def ranks(W: int, *, interpret: bool = False, device: str = "cpu") -> RankPool:
     return pool
 
 
-# ---- the worker's side
+# ---- the template's and the worker's side
+
+
+def _fork_workers(orders: connection.Connection) -> None:
+    import torch
+
+    if not torch.backends.cuda.is_built():  # with CUDA these imports may ask the driver, which does not survive a fork
+        import torch._dynamo
+    while True:
+        try:
+            order, value = orders.recv()
+        except EOFError:  # the parent is gone
+            os._exit(0)
+        if order == "wait":
+            orders.send(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1]))
+            continue
+        pipe, log = (reduction.recv_handle(orders) for _ in range(2))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                orders.close()
+                for output in (1, 2):
+                    os.dup2(log, output)
+                _serve(connection.Connection(pipe), value)
+            finally:
+                os._exit(1)
+        os.close(pipe)
+        os.close(log)
+        orders.send(pid)
 
 
 def _serve(pipe: connection.Connection, rank: int) -> None:
@@ -270,4 +330,4 @@ def _import(name: str, path: str):
 
 
 if __name__ == "__main__":
-    _serve(connection.Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _fork_workers(connection.Connection(int(sys.argv[1])))

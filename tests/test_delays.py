@@ -24,7 +24,7 @@ from .process_group import run_ranks
 from .rank_calls import run_rank
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ROUTINGS = ("uniform", "one_rank", "zipf(1.0)")
+ROUTINGS = {"cpu": ("uniform", "one_rank"), "cuda": ("uniform", "one_rank", "zipf(1.0)")}
 REPETITIONS = {"cpu": 2, "cuda": 20}
 
 
@@ -56,7 +56,7 @@ def to(device: str, record):
 
 def inputs_of(case: Case, device: str) -> list[list[RankInputs]]:
     """Several sets of every rank's inputs."""
-    sets = [replace(case, routing=name, seed=seed).inputs() for seed, name in enumerate(ROUTINGS)]
+    sets = [replace(case, routing=name, seed=seed).inputs() for seed, name in enumerate(ROUTINGS[device])]
     return [[to(device, inputs) for inputs in by_rank] for by_rank in sets]
 
 
@@ -92,15 +92,15 @@ def assert_delays_change_nothing(num_processes: int, fn, W: int, device: str) ->
     expected = run(num_processes, fn, W, device, 1, delay_ns=0, device=device)
     delayed = run(num_processes, fn, W, device, REPETITIONS[device], delay_ns=20_000, device=device)
     for found, wanted in zip(delayed, expected, strict=True):
-        assert len(wanted) == 2 * len(ROUTINGS)
+        assert len(wanted) == 2 * len(ROUTINGS[device])
         for results, same in zip(found, wanted, strict=True):
             assert_results_equal(results, same)
 
 
+@pytest.mark.gpu  # interpreted, all programs of virtual ranks run in one order whatever they sleep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("device", DEVICES)
-def test_virtual_ranks(device):
-    assert_delays_change_nothing(1, _as_virtual_ranks, 2, device)
+def test_virtual_ranks():
+    assert_delays_change_nothing(1, _as_virtual_ranks, 2, "cuda")
 
 
 ON_GPUS = [pytest.param(W, "cuda", marks=pytest.mark.ranks(W), id=f"{W}_gpus") for W in (2, 4, 8)]

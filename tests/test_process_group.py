@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.process_group import Died, RanksFailed, ranks, run_ranks
+from tests.process_group import Died, RankPool, RanksFailed, ranks, run_ranks
 
 
 def _sum(rank, group, factor):
@@ -31,10 +31,17 @@ def _misbehave(rank, group, what):
     return "fine"
 
 
-def test_runs_a_pool_again_and_again():
+@pytest.fixture
+def pool():
+    pool = RankPool(2, interpret=True)
+    yield pool
+    pool.close()
+
+
+def test_runs_a_pool_again_and_again(pool):
     for factor in (1, 10):
-        assert ranks(2).run(_sum, factor) == [(0, factor), (1, factor)]
-    assert ranks(4).run(_group_sizes, groups=[[2, 3], [0, 2]]) == [
+        assert pool.run(_sum, factor) == [(0, factor), (1, factor)]
+    assert ranks(4, interpret=True).run(_group_sizes, groups=[[2, 3], [0, 2]]) == [
         [None, (0, 2)],
         [None, None],
         [(0, 2), (1, 2)],
@@ -42,17 +49,17 @@ def test_runs_a_pool_again_and_again():
     ]
 
 
-def test_failures_are_reported_by_rank_and_the_pool_recovers():
+def test_failures_are_reported_by_rank_and_the_pool_recovers(pool):
     with pytest.raises(RanksFailed, match=r"rank 1 raised[^$]*KeyError: 'no such thing'") as error:
-        ranks(2).run(_misbehave, "raise")
+        pool.run(_misbehave, "raise")
     assert "rank 0" not in str(error.value)
     with pytest.raises(RanksFailed, match=r"rank 1 did not return in time[^$]*about to hang[^$]*in _misbehave"):
-        ranks(2).run(_misbehave, "hang", timeout_s=3)
+        pool.run(_misbehave, "hang", timeout_s=3)
     with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
-        ranks(2).run(_misbehave, "die")
-    assert ranks(2).run(_misbehave, "die", may_die=[1]) == ["fine", Died(7)]
-    assert ranks(2).run(_sum, 1) == [(0, 1), (1, 1)]
+        pool.run(_misbehave, "die")
+    assert pool.run(_misbehave, "die", may_die=[1]) == ["fine", Died(7)]
+    assert pool.run(_sum, 1) == [(0, 1), (1, 1)]
 
 
 def test_fresh_processes():
-    assert run_ranks(1, _sum, 5) == [(0, 0)]
+    assert run_ranks(1, _sum, 5, interpret=True) == [(0, 0)]

@@ -158,8 +158,9 @@ def test_memory_outlives_world_and_group_and_goes_with_the_last_region():
 
 
 def _allocate_badly(rank, group, how):
-    """What allocate raises here when rank 1 (of 3 or 4) is out of order, and the process id."""
+    """What allocate raises here when rank 1 (of 3 or 4) is out of order, and all process ids."""
     world = World.from_group(group, timeout_s=5)
+    pids = world.exchange(os.getpid())
     regions = dict(REGIONS)
     patch = pytest.MonkeyPatch()
     if rank == 1:
@@ -182,10 +183,10 @@ def _allocate_badly(rank, group, how):
     try:
         world.allocate(regions)
     except Exception as error:
-        return type(error), str(error), os.getpid()
+        return type(error), str(error), pids
     finally:
         patch.undo()
-    return None, "", os.getpid()
+    return None, "", pids
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(how, own_error, words):
         assert error is (own_error if rank == 1 else PeerAbortedError)
         assert words in message
         assert rank == 1 or f"rank 1 failed: {own_error.__name__}" in message
-    assert files_of_ranks([pid for _, _, pid in results]) == []
+    assert files_of_ranks(results[0][2]) == []
 
 
 def _ask_for_too_much(rank, group):
@@ -230,11 +231,10 @@ def test_different_regions_are_refused_on_all_ranks(how, words):
 
 
 def test_a_rank_that_dies_half_way_leaves_no_file():
-    before = set(os.listdir("/dev/shm"))
-    results = run_ranks(3, _allocate_badly, "dies", timeout_s=30, may_die=[1])
+    results = run_ranks(3, _allocate_badly, "dies", timeout_s=30, interpret=True, may_die=[1])
     assert results[1] == Died(3)
     assert [results[rank][0] for rank in (0, 2)] == [PeerTimeoutError] * 2
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("dist_moe-")]
+    assert files_of_ranks(results[0][2]) == []
 
 
 def _come_late(rank, group):
@@ -249,7 +249,7 @@ def _come_late(rank, group):
 
 
 def test_exchange_has_a_deadline():
-    _, waited_s = run_ranks(2, _come_late, timeout_s=20)
+    _, waited_s = run_ranks(2, _come_late, timeout_s=20, interpret=True)
     assert 0.5 <= waited_s < 1.9
 
 

@@ -292,10 +292,10 @@ def _join(rank, group, backend):
     return world, Rank(BACKENDS[backend], rank, local), SimpleNamespace(**local)
 
 
-def _meet_200_times(rank, group, backend):
+def _meet_often(rank, group, backend, generations):
     world, me, local = _join(rank, group, backend)
     pick = random.Random(5)  # the same on all ranks
-    for generation in range(1, 101):
+    for generation in range(1, generations + 1):
         for stage in (PUBLISHED, COMBINED):
             slow, pause_s = pick.randrange(2 * world.size), pick.choice((0.0005, 0.002, 0.005))
             if slow == rank:
@@ -312,8 +312,8 @@ def _meet_200_times(rank, group, backend):
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
-def test_200_generations_with_a_slow_rank_never_pass_early(backend):
-    assert on_ranks(_meet_200_times, backend) == [(None, [100, 100, 0])] * 4
+def test_generations_with_a_slow_rank_never_pass_early(backend):
+    assert on_ranks(_meet_often, backend, 30) == [(None, [30, 30, 0])] * 4
 
 
 def _miss_one(rank, group, backend, how):
@@ -380,4 +380,4 @@ def _publish_payload(rank, group, backend, rounds):
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_what_was_written_before_the_signal_is_there_after_the_wait(backend):
-    assert on_ranks(_publish_payload, backend, 50) == [None] * 4
+    assert on_ranks(_publish_payload, backend, 20) == [None] * 4

@@ -15,9 +15,11 @@ compile_cases/<module>.py holds CASES, a tuple of rows like this one:
         expect_sm90=("wgmma.mma_async",),        # ... or on one
         expect_sm100=("tcgen05.mma",),
         forbid=("ld.volatile",),                 # what it must not hold
-        archs=(100,),                            # default (90, 100)
+        archs=(100,),                            # default: see below
     )
 
+A kernel's first case, and every case with tensor cores, whose instructions differ, is compiled for
+sm_90 and sm_100, the others for one of them in turn: what differs between the targets there is the assembler alone.
 Spilled bytes and too much shared memory fail in every case. Choose the sizes that are really used (the widest tile, a
 real number of experts), not the small ones of the interpreted tests. A launched kernel without a row fails
 test_compile.py; helpers, which other jit functions call, need none. To look at a result:
@@ -27,9 +29,28 @@ test_compile.py; helpers, which other jit functions call, need none. To look at 
 
 import importlib
 import pkgutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from tests.compile_check import ARCHS, Case
+
+
+def _in_turn(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases, with their targets where a row leaves that open."""
+    number = Counter()  # of the cases of a kernel so far
+    for case in cases:
+        if case.archs is None:
+            one = number[case.kernel] and not case.expect_sm90 + case.expect_sm100
+            case = replace(case, archs=ARCHS[number[case.kernel] % 2 :][:1] if one else ARCHS)
+        number[case.kernel] += 1
+        yield case
+
 
 CASES = tuple(
-    case
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name)
-    for case in importlib.import_module(f"{__name__}.{module.name}").CASES
+    _in_turn(
+        case
+        for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name)
+        for case in importlib.import_module(f"{__name__}.{module.name}").CASES
+    )
 )
