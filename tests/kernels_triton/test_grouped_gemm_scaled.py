@@ -539,6 +539,9 @@ def test_hopper_equals_the_oracle(case, device):
         out = problem.run(scaled_hopper, "forward", config=config, square=square)
         assert_equal(out, ref)
         assert torch.equal(out, problem.run(scaled_hopper, "forward", config=config, square=square, num_sms=1))
+    out = problem.run(scaled_hopper, "dgrad")
+    assert_equal(out, problem.run(reference, "dgrad"))
+    assert torch.equal(out, problem.run(scaled_hopper, "dgrad", num_sms=1))
 
 
 @pytest.mark.sm90
