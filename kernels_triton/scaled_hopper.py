@@ -1,7 +1,6 @@
 """Products of e4m3 blocks on sm_90, in Gluon; elsewhere, and for other formats, grouped_gemm_scaled runs.
 
     forward  out[r] = bf16(a[r] @ w[e].T)         dgrad  out[r] = bf16(dy[r] @ w[e])
-    wgrad    out[e] = round(dy_e.T @ x_e)         or     round(fp32(out[e]) + dy_e.T @ x_e)
 
 Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
 
@@ -11,7 +10,7 @@ and the bits of an output depend on its own row and column alone. One warp keeps
 values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
 
 FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
-wgrad, four or eight more warps copy every tile transposed into a second ring.
+wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
 
 What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
 latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand
@@ -42,13 +41,13 @@ from . import grouped_gemm_scaled as grouped_gemm_scaled_triton
 from ._device import delay, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
-from .wgrad_hopper import _load
+from .wgrad_hopper import _barrier, _load
 
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
 SLOTS = gl.constexpr(2)  # of the ring of transposed tiles
-PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(48), gl.constexpr(96)
+PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,24 @@ def _tile(tile, ends_L, tables, first_column, width, ROWS: gl.constexpr, GROUP_M
 @gluon.jit
 def _copy_scales(to, atom_ptr, first_row, EVERY: gl.constexpr):
     """The words (four blocks) of rows first_row, first_row + EVERY, ... of an atom, asynchronously."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = first_row + gl.arange(0, to.shape[0], layout=LAYOUT) * EVERY
     async_copy.async_copy_global_to_shared(to, atom_ptr + rows % 32 * 4 + rows // 32)
+
+
+@gluon.jit
+def _transpose(step, rings, transposed):
+    """The weights of a stage, by words of four bytes, into the ring that the tensor cores read."""
+    w_ring, full = rings[1], rings[4]
+    t_ring, t_full, t_empty = transposed
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 16], [16, 2], [2, 2], [1, 0])
+    stage = step % w_ring.shape[0]
+    slot = step % SLOTS
+    mbarrier.wait(full.index(stage), step // w_ring.shape[0] & 1)
+    mbarrier.wait(t_empty.index(slot), (step // SLOTS & 1) ^ 1)
+    t_ring.index(slot).store(gl.permute(w_ring.index(stage).reshape([STEP, TILE]).load(LAYOUT), (1, 0)))
+    fence_async_shared()
+    mbarrier.arrive(t_full.index(slot))
 
 
 @gluon.jit
@@ -99,6 +113,7 @@ def _produce(
     sizes,
     tables,
     rings,
+    transposed,
     a,
     w,
     ROWS: gl.constexpr,
@@ -107,12 +122,16 @@ def _produce(
     BLOCK_L: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """One warp: values and scales of every tile into the ring, a step a stage, as stages become empty."""
+    """Values and scales of every tile into the ring, a step a stage, as stages become empty.
+
+    One warp; in dgrad four, which also transpose the weights, AHEAD steps behind.
+    """
     L, all_columns, first_column, width, contraction = sizes
     a_ring, w_ring, a_scales, w_scales, full, empty = rings
     a_desc, a_start, a_scales_ptr = a
     w_desc, w_scales_ptr = w
     STAGES: gl.constexpr = a_ring.shape[0]
+    AHEAD: gl.constexpr = STAGES - 1
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     atoms_of_a_row = gl.cdiv(contraction, STEP)
@@ -130,46 +149,20 @@ def _produce(
             _copy_scales(a_scales.index(stage), a_atom_ptr + k, row % 128, 1)
             _copy_scales(w_scales.index(stage), w_atom_ptr + k, 0, BLOCK if SQUARE else 1)
             async_copy.mbarrier_arrive(full.index(stage))
+            if DGRAD:
+                _barrier()  # of the arrivals of all four warps, which count on the one that follows
             mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + w_desc.block_type.nbytes)
             _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
             if DGRAD:
                 _load(w_desc, [expert, k, col], full.index(stage), w_ring.index(stage))
+                if step >= AHEAD:
+                    _transpose(step - AHEAD, rings, transposed)
             else:
                 _load(w_desc, [expert, col, k], full.index(stage), w_ring.index(stage))
             step += 1
-
-
-@gluon.jit
-def _transposed(to, tile):
-    """Copies a tile of bytes transposed, by words of four; as in every partition, all its warps."""
-    ROWS: gl.constexpr = tile.shape[0]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 16], [16, 2], [ROWS // 64, gl.num_warps() * 64 // ROWS], [1, 0])
-    to.store(gl.permute(tile.load(LAYOUT), (1, 0)))
-
-
-@gluon.jit
-def _transpose(sizes, tables, rings, transposed, ROWS: gl.constexpr, BLOCK_L: gl.constexpr):
-    """Four warps: the weights of every stage into the ring that the tensor cores read."""
-    L, _all_columns, _first_column, width, contraction = sizes
-    _a_ring, w_ring, _a_scales, _w_scales, full, empty = rings
-    t_ring, t_full, t_empty = transposed
-    STAGES: gl.constexpr = w_ring.shape[0]
-    SLOTS: gl.constexpr = t_ring.shape[0]
-    ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
-    num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
-    step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        delay(tile)
-        for _k in range(0, contraction, STEP):
-            stage = step % STAGES
-            slot = step % SLOTS
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            mbarrier.wait(t_empty.index(slot), (step // SLOTS & 1) ^ 1)
-            _transposed(t_ring.index(slot), w_ring.index(stage).reshape([STEP, TILE]))
-            fence_async_shared()
-            mbarrier.arrive(t_full.index(slot))
-            mbarrier.arrive(empty.index(stage))
-            step += 1
+    if DGRAD:
+        for last in range(gl.maximum(step - AHEAD, 0), step):
+            _transpose(last, rings, transposed)
 
 
 @gluon.jit
@@ -212,7 +205,7 @@ def _multiply(
     M: gl.constexpr = 128
     N: gl.constexpr = ROWS if SWAP else TILE
     GROUPS: gl.constexpr = N // BLOCK if SQUARE else N
-    PIPELINED: gl.constexpr = (SQUARE and not DGRAD) or N < 128  # else registers do not suffice for two products
+    PIPELINED: gl.constexpr = SQUARE or N < 128  # else registers do not suffice for two products
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
@@ -312,7 +305,7 @@ def _rows_times_weight_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2 if DGRAD else 1)
+        mbarrier.init(empty.index(stage), count=1)
     if DGRAD:
         t_ring = gl.allocate_shared_memory(VALUES, [SLOTS, TILE, STEP], a_desc.layout)
         t_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -333,25 +326,14 @@ def _rows_times_weight_kernel(
     out = (out_ptr, pitch)
     a = (a_desc, a_start, a_scales_ptr)
     w = (w_desc, w_scales_ptr)
-    if DGRAD:
-        gl.warp_specialize(
-            [
-                (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
-                (_transpose, (sizes, tables, rings, transposed, ROWS, BLOCK_L)),
-                (_produce, (sizes, tables, rings, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
-            ],
-            [4, 1],
-            [TRANSPOSER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
-                (_produce, (sizes, tables, rings, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+            (_produce, (sizes, tables, rings, transposed, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+        ],
+        [4 if DGRAD else 1],
+        [TRANSPOSER_REGISTERS if DGRAD else PRODUCER_REGISTERS],
+    )
 
 
 @functools.cache
@@ -362,6 +344,11 @@ def shared_layout(*block: int) -> gl.NVMMASharedLayout:
 
 def _descriptor(values: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(values, list(values.shape), list(values.stride()), list(block), shared_layout(*block))
+
+
+def words(scales: Tensor) -> Tensor:
+    """The codes of scales, flat, four a word."""
+    return scales[: len(scales) // 4 * 4].view(torch.int32)
 
 
 def pick_config(square: bool, rows_per_expert: int | None) -> Config:
@@ -458,10 +445,10 @@ def _rows_times_weight(
     _rows_times_weight_kernel[(num_programs(out.device, num_sms),)](
         _descriptor(a.values, config.rows, STEP.value),
         a.start_1,
-        a.scales.view(torch.int32),
+        words(a.scales),
         a.scales_start_1,
         _descriptor(w, 1, TILE.value, STEP.value),
-        w_scales.view(torch.int32),
+        words(w_scales.view(-1)),
         out,
         out_start_1,
         row_start_P,

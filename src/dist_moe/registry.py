@@ -113,6 +113,12 @@ _FORMAT_FILES = {
 _FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
+    Impl(
+        "grouped_gemm_scaled_wgrad",
+        "gluon",
+        "dist_moe.kernels_triton.scaled_wgrad_hopper:grouped_gemm_scaled_wgrad",
+        needs_hopper,
+    ),
     *(
         Impl(op, "gluon", f"dist_moe.kernels_triton.scaled_hopper:{op}", needs_hopper)
         for op in ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad")
