@@ -227,7 +227,8 @@ def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int)
         fits = tensor is not None and tensor.dim() == 1 + len(size) and tensor.shape[1:] == size
         if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
             found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"{op}: {name}.{part} must be contiguous {dtype} {['any', *size]}, got {found}")
+            wanted = f"contiguous {dtype} [{', '.join(map(str, ('any', *size)))}]"
+            raise ValueError(f"{op}: {name}.{part} must be {wanted}, got {found}")
 
 
 def _check_one_byte(op: str, format: Format) -> None:

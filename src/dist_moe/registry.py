@@ -123,7 +123,16 @@ _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
-    Impl("grouped_gemm_scaled", "gluon", "dist_moe.kernels_triton.scaled_hopper:grouped_gemm_scaled", needs_hopper),
+    Impl(
+        "grouped_gemm_scaled_wgrad",
+        "gluon",
+        "dist_moe.kernels_triton.scaled_wgrad_hopper:grouped_gemm_scaled_wgrad",
+        needs_hopper,
+    ),
+    *(
+        Impl(op, "gluon", f"dist_moe.kernels_triton.scaled_hopper:{op}", needs_hopper)
+        for op in ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad")
+    ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),
 )
