@@ -374,7 +374,7 @@ def test_refusals(device):
         problem.F = 64
         rows = problem.bundle(NVFP4, 64)._replace(outer_inv=None)
         options = {"format": NVFP4, "activation": PLAIN, "stop_1": problem.stop}
-        with pytest.raises(ValueError, match=r"swiglu_quantize: rows.outer_inv must be contiguous fp32"):
+        with pytest.raises(ValueError, match=r"swiglu_quantize: rows.outer_inv must be contiguous torch.float32"):
             ops.swiglu_quantize(*problem.put(problem.h1), rows, problem.start_P, problem.row_to_slot, **options)
         problem.g2 = problem.g2.float()
         with pytest.raises(ValueError, match=r"swiglu_backward_quantize: g2_XF must be contiguous bf16 \[X, 64\]"):
