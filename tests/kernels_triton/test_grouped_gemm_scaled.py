@@ -468,7 +468,7 @@ def test_what_is_refused(device):
     wrong = [
         ({"rows": rows._replace(values=rows.values.view(torch.uint8))}, "a.values must be contiguous torch.float8_e4m"),
         ({"rows": rows._replace(scales=rows.scales.view(-1, 1))}, r"a.scales must be .*\[any\]"),
-        ({"rows": rows._replace(outer_inv=out[:, 0].float())}, "a outer_inv must be None"),
+        ({"rows": rows._replace(outer_inv=out[:, 0].float())}, "a.outer_inv must be None"),
         ({"w": (w[0][:, :40], w[1])}, "w_values_LNK must be"),
         ({"w": (w[0], w[1][:-1])}, r"w_scales must be .*\[512, 8\]"),
         ({"out": out.float()}, r"out must be contiguous bf16 \[any, 96\]"),
