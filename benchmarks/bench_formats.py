@@ -11,6 +11,7 @@ cosine over the whole tensor within the bounds that users of such formats expect
 
 import argparse
 import contextlib
+import functools
 import gc
 import sys
 from dataclasses import replace
@@ -128,7 +129,9 @@ class Case:
             if expected is None:
                 expected = results
             else:
-                errors[name] = self.job.agree(lambda r=results, k=kind, n=name: require_near(k, r, expected, n))
+                near = functools.partial(require_near, kind, results, expected, name)
+                errors[name] = self.job.agree(near)
+                del near
             del results
             if self.args.stages:
                 for (half, stage), time in measure_stages(self.job, self.shape, ours, self.args.rounds).items():
