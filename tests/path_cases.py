@@ -27,6 +27,7 @@ class Case:
     routing: str = "uniform"
     slot_factor: float | None = 1.0  # None: the minimum, every layer is recomputed from x
     activation: str = "swiglu"
+    limit: float = 1.0  # of the clamped one: low enough to act on unit-scale data
     scores: torch.dtype = torch.float32
     ids: torch.dtype = torch.int64
     wgrad: torch.dtype | None = torch.float32
@@ -47,7 +48,7 @@ class Case:
             "activation_slot_capacity_factor": self.slot_factor,
             "activation": self.activation,
             "swiglu_alpha": 1.5,
-            "swiglu_limit": 1.0,
+            "swiglu_limit": self.limit,
             "wgrad_dtype": self.wgrad,
         }
         return Config(**fields | changes)
