@@ -46,7 +46,7 @@ from .wgrad_hopper import _barrier, _load
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
-SLOTS = gl.constexpr(2)  # of the ring of transposed tiles
+SLOTS = gl.constexpr(3)  # of the ring of transposed tiles
 PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
 
 
@@ -265,7 +265,10 @@ def _store(result, out_ptr, row, col, row_end, width, pitch):
 
 
 @launched
-@gluon.jit(do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"])
+@gluon.jit(
+    do_not_specialize=["L", "first_column"],
+    do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"],
+)
 def _rows_times_weight_kernel(
     a_desc,  # [X, K] values
     a_start_ptr,  # [1] i64
