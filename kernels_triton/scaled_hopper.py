@@ -5,9 +5,9 @@
 Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
 
 The tensor cores multiply the e4m3 values as they are, a block of 32 at a time, which is one instruction deep, and every
-FP32 product is multiplied by the scales of both blocks as it is added. So no value is converted, every scale is right,
-and the bits of an output depend on its own row and column alone. One warp keeps a ring of stages filled across tiles:
-values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
+FP32 product is multiplied by the scales of both blocks as it is added; 2^-127, as of zeros, counts as 0. So no value is
+converted, and the bits of an output depend on its own row and column alone. A ring of stages is kept filled across
+tiles: values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
 
 FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
 wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
