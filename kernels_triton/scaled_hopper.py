@@ -5,9 +5,9 @@
 Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
 
 The tensor cores multiply the e4m3 values as they are, a block of 32 at a time, which is one instruction deep, and every
-FP32 product is multiplied by the scales of both blocks as it is added. So no value is converted, every scale is right,
-and the bits of an output depend on its own row and column alone. One warp keeps a ring of stages filled across tiles:
-values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
+FP32 product is multiplied by the scales of both blocks as it is added; 2^-127, as of zeros, counts as 0. So no value is
+converted, and the bits of an output depend on its own row and column alone. A ring of stages is kept filled across
+tiles: values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
 
 FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
 wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
@@ -46,7 +46,7 @@ from .wgrad_hopper import _barrier, _load
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
-SLOTS = gl.constexpr(2)  # of the ring of transposed tiles
+SLOTS = gl.constexpr(3)  # of the ring of transposed tiles
 PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
 
 
@@ -265,7 +265,10 @@ def _store(result, out_ptr, row, col, row_end, width, pitch):
 
 
 @launched
-@gluon.jit(do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"])
+@gluon.jit(
+    do_not_specialize=["L", "first_column"],
+    do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"],
+)
 def _rows_times_weight_kernel(
     a_desc,  # [X, K] values
     a_start_ptr,  # [1] i64

@@ -167,13 +167,14 @@ def _multiply(sizes, row_start_ptr, converted, out_ptr, ACCUMULATE: gl.constexpr
 
 @launched
 @gluon.jit(
+    do_not_specialize=["L"],
     do_not_specialize_on_alignment=[
         "dy_start_ptr",
         "dy_scales_start_ptr",
         "x_start_ptr",
         "x_scales_start_ptr",
         "stop_ptr",
-    ]
+    ],
 )
 def _wgrad_kernel(
     dy_desc,  # [X, N] values

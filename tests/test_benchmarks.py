@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_op, bench_path, checks, report
+from benchmarks import bench_op, bench_path, checks, report, scaled_gemms
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
@@ -220,6 +220,7 @@ def smokes(tmp_path_factory) -> dict[str, Path]:
     path = ["benchmarks.bench_path", "--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages"]
     commands = {
         "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
+        "scaled": ["benchmarks.scaled_gemms", "--smoke", "--products", "w13", "wgrad_w2"],
         "virtual": [*path, "--directions", *bench_path.DIRECTIONS],
         "processes": [*torchrun, ports[0], "--nproc-per-node", "2", "-m", *path],
         "memory": ["benchmarks.bench_memory", "--smoke"],
@@ -249,6 +250,13 @@ FIELDS = {
     "expert_rows_mean", "us", "us_p10", "us_p90", "rounds", "roof_tflops", "roof_hbm_gbs", "roof_link_gbs",
 }  # fmt: skip
 RATES = {"flops", "hbm_bytes", "link_bytes", "tflops", "hbm_gbs", "link_gbs", "roof_us", "roof_share"}
+
+
+def test_rows_of_scaled_products(smokes):
+    rows = lines(smokes["scaled"], "scaled")
+    assert all(row.keys() >= FIELDS | RATES | {"worst_row_db", "speed"} for row in rows)
+    methods = {name: {row["method"] for row in rows if row["direction"] == name} for name in ("w13", "wgrad_w2")}
+    assert methods == {"w13": {"bf16", *scaled_gemms.FORMATS}, "wgrad_w2": {"bf16", "mxfp8_e4m3"}}
 
 
 def test_rows_of_ops(smokes):

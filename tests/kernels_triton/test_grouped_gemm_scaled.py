@@ -582,6 +582,14 @@ def test_hopper_gradients_equal_the_oracle(case, dtype, accumulate, device):
     assert torch.equal(problem.run(scaled_wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate), before)
 
 
+def test_choice_of_the_tile_on_hopper():
+    from dist_moe.kernels_triton.scaled_hopper import pick_config
+
+    rows = [pick_config(True, n).rows for n in (1, 16, 17, 33, 64, 65, None)]
+    assert rows == [16, 16, 32, 64, 64, 128, 128]
+    assert [pick_config(False, n).rows for n in (16, 65, None)] == [16, 64, 64]
+
+
 # Sizes of real models, compiled only
 
 REAL = [
