@@ -2,14 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_op, bench_path, checks, report
+from benchmarks import bench_memory, bench_op, bench_path, checks, report
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
@@ -17,6 +16,8 @@ from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SMOKE, Shape, Traffic, 
 from benchmarks.timing import Method, measure, summarize
 
 from dist_moe import plan_memory, planner, reference, testing
+
+from .rank_calls import as_torchrun_does
 
 ROOT = Path(__file__).parents[1]
 H200_BYTES = 139 * 2**30
@@ -211,35 +212,27 @@ SKEWS = {"balanced": 1.0, "hot_rank(2.0)": 2.0, "one_rank": 4.0}  # over four ra
 
 @pytest.fixture(scope="module")
 def smokes(tmp_path_factory) -> dict[str, Path]:
-    """Folders of rows, from scripts that run beside one another as a user would start them."""
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        ports = [str(free.getsockname()[1]) for free in (one, other)]
-    torchrun = ["torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port"]
-    path = ["benchmarks.bench_path", "--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages"]
+    """Folders of rows: two scripts are started as a user would, the others in processes that have done the imports."""
+    path = ("--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     commands = {
-        "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
-        "virtual": [*path, "--directions", *bench_path.DIRECTIONS],
-        "processes": [*torchrun, ports[0], "--nproc-per-node", "2", "-m", *path],
-        "memory": ["benchmarks.bench_memory", "--smoke"],
-        "four": [*torchrun, ports[1], "--nproc-per-node", "4", "-m", *path, "--routings", *SKEWS],
+        "op": ("benchmarks.bench_op", "--smoke", "--ops", *OPS),
+        "processes": (*torchrun, "benchmarks.bench_path", *path),
     }
+    scripts = {
+        "virtual": (1, bench_path.main, *path, "--directions", *bench_path.DIRECTIONS),
+        "memory": (1, bench_memory.main, "--smoke"),
+        "four": (4, bench_path.main, *path, "--routings", *SKEWS),
+    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*commands, *scripts)}
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    folders, running = {}, {}
     for name, command in commands.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        running[name] = subprocess.Popen(
-            [sys.executable, "-m", *command, "--commit", COMMIT, "--results", str(folders[name])],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    for name, process in running.items():
-        out, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, f"{name}:\n{out}"
+        command = [sys.executable, "-m", *command, "--commit", COMMIT, "--results", str(folders[name])]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{name}:\n{done.stdout}{done.stderr}"
+    for name, (W, script, *arguments) in scripts.items():
+        more = ("--commit", COMMIT, "--results", str(folders[name]))
+        as_torchrun_does(W, script, f"{script.__module__}.py", *arguments, *more)
     return folders
 
 
