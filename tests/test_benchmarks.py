@@ -311,8 +311,9 @@ def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys)
 
 def test_either_scheme_is_measured_when_named(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "DEDUP_MIN_ROUTES", planner.DEDUP_MIN_ROUTES)  # as before, afterwards
+    options = ("--virtual", "2", "--directions", "forward", "--methods", "ours", "--results", str(tmp_path))
     for scheme in SCHEMES:
-        assert run_smoke(bench_path, "--scheme", scheme, "--virtual", "2", "--results", str(tmp_path)) == 0
+        assert run_smoke(bench_path, "--scheme", scheme, *options) == 0
     found = {row["scheme"]: row["link_bytes"] for row in lines(tmp_path, "path") if row["method"] == "ours"}
     assert found.keys() == SCHEMES.keys() and found["per route"] > found["de-duplicated"] > 0
 
