@@ -77,7 +77,7 @@ def apart(results: list[RankResults], expected: list[RankResults], name: str) ->
                 total + float((x * y).sum())
                 for total, x, y in ((error, a - b, a - b), (signal, b, b), (size, a, a), (dot, a, b))
             )
-    return (error / signal) ** 0.5, dot / (size * signal) ** 0.5
+    return (error / signal) ** 0.5, dot / max(size * signal, 1e-300) ** 0.5
 
 
 def require_near(what: str, results: list[RankResults], expected: list[RankResults], name: str) -> float:

@@ -1,11 +1,17 @@
 """A case on one rank through the public API, and the pools of processes that every number of ranks runs in."""
 
+import os
+import socket
+import sys
+from collections.abc import Callable
+
 import torch._dynamo  # noqa: F401  when a worker starts, not in create_context, which some tests give a second alone
+import torch.distributed as dist
 
 from dist_moe import routed_experts
 from dist_moe.config import Config
 from dist_moe.virtual import RankInputs, RankResults
-from tests.process_group import ranks
+from tests.process_group import ranks, run_ranks
 
 NAMES = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
 
@@ -18,6 +24,24 @@ def on_ranks(W: int, fn, *args, timeout_s: float = 60, may_die=()) -> list:
 
 def _in_group(rank, groups, fn, args):
     return fn(rank, groups[0], *args) if groups[0] is not None else None
+
+
+def as_torchrun_does(W: int, script: Callable, name: str, *arguments: str) -> None:
+    """script() in W processes that torchrun would start as `name`, without the ten seconds that its launch takes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    codes = run_ranks(W, _as_torchrun_does, W, port, script, name, arguments, timeout_s=200)
+    assert not any(codes), codes
+
+
+def _as_torchrun_does(rank, group, W, port, script, name, arguments):
+    dist.destroy_process_group()  # the script makes its own
+    if W > 1:
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": W, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({variable: str(value) for variable, value in where.items()})
+    sys.argv = [name, *arguments]
+    return script()
 
 
 def leaves_of(inputs: RankInputs, config: Config) -> dict:

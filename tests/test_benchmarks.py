@@ -2,14 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_op, bench_path, checks, report, scaled_gemms
+from benchmarks import bench_formats, bench_memory, bench_op, bench_path, checks, report, scaled_gemms
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
@@ -17,6 +16,10 @@ from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SMOKE, Shape, Traffic, 
 from benchmarks.timing import Method, measure, summarize
 
 from dist_moe import plan_memory, planner, reference, testing
+from dist_moe.shapes import align
+from dist_moe.virtual import RankResults
+
+from .rank_calls import as_torchrun_does
 
 ROOT = Path(__file__).parents[1]
 H200_BYTES = 139 * 2**30
@@ -211,36 +214,29 @@ SKEWS = {"balanced": 1.0, "hot_rank(2.0)": 2.0, "one_rank": 4.0}  # over four ra
 
 @pytest.fixture(scope="module")
 def smokes(tmp_path_factory) -> dict[str, Path]:
-    """Folders of rows, from scripts that run beside one another as a user would start them."""
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        ports = [str(free.getsockname()[1]) for free in (one, other)]
-    torchrun = ["torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port"]
-    path = ["benchmarks.bench_path", "--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages"]
+    """Folders of rows: two scripts are started as a user would, the others in processes that have done the imports."""
+    path = ("--smoke", "--methods", "ours", "graph", "baseline", "floor", "stages")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     commands = {
-        "op": ["benchmarks.bench_op", "--smoke", "--ops", *OPS],
-        "scaled": ["benchmarks.scaled_gemms", "--smoke", "--products", "w13", "wgrad_w2"],
-        "virtual": [*path, "--directions", *bench_path.DIRECTIONS],
-        "processes": [*torchrun, ports[0], "--nproc-per-node", "2", "-m", *path],
-        "memory": ["benchmarks.bench_memory", "--smoke"],
-        "four": [*torchrun, ports[1], "--nproc-per-node", "4", "-m", *path, "--routings", *SKEWS],
+        "op": ("benchmarks.bench_op", "--smoke", "--ops", *OPS),
+        "processes": (*torchrun, "benchmarks.bench_path", *path),
     }
+    scripts = {
+        "virtual": (1, bench_path.main, *path, "--directions", *bench_path.DIRECTIONS),
+        "scaled": (1, scaled_gemms.main, "--smoke", "--products", "w13", "wgrad_w2"),
+        "formats": (1, bench_formats.main, "--smoke", "--stages", "--directions", *bench_formats.METHODS),
+        "memory": (1, bench_memory.main, "--smoke"),
+        "four": (4, bench_path.main, *path, "--routings", *SKEWS),
+    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in (*commands, *scripts)}
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    folders, running = {}, {}
     for name, command in commands.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        running[name] = subprocess.Popen(
-            [sys.executable, "-m", *command, "--commit", COMMIT, "--results", str(folders[name])],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    for name, process in running.items():
-        out, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, f"{name}:\n{out}"
+        command = [sys.executable, "-m", *command, "--commit", COMMIT, "--results", str(folders[name])]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{name}:\n{done.stdout}{done.stderr}"
+    for name, (W, script, *arguments) in scripts.items():
+        more = ("--commit", COMMIT, "--results", str(folders[name]))
+        as_torchrun_does(W, script, f"{script.__module__}.py", *arguments, *more)
     return folders
 
 
@@ -257,6 +253,27 @@ def test_rows_of_scaled_products(smokes):
     assert all(row.keys() >= FIELDS | RATES | {"worst_row_db", "speed"} for row in rows)
     methods = {name: {row["method"] for row in rows if row["direction"] == name} for name in ("w13", "wgrad_w2")}
     assert methods == {"w13": {"bf16", *scaled_gemms.FORMATS}, "wgrad_w2": {"bf16", "mxfp8_e4m3"}}
+
+
+def test_rows_of_formats(smokes):
+    rows = lines(smokes["formats"], "formats")
+    wanted = {(direction, name) for direction, names in bench_formats.METHODS.items() for name in names}
+    assert {(row["direction"], row["method"]) for row in rows} == wanted and len(rows) == len(wanted)
+    assert all(row["us"] > 0 and row["bf16_us"] > 0 for row in rows)
+    assert all((row["method"] == "bf16") == (row["relative_error"] is None) for row in rows)
+    of_inference = {row["method"]: row["wire_row_bytes"] for row in rows if "wire_row_bytes" in row}
+    D = rows[0]["D"]
+    assert of_inference == {"mxfp8": align(D + D // 32, 16), "nvfp4": align(D // 2 + D // 16 + 4, 16)}
+    stages = {row["method"] for row in lines(smokes["formats"], "formats_stages")}
+    assert {"nvfp4 dispatch_packed", "mxfp8 swiglu_backward_quantize", "mxfp8-dynamic quantize_weights"} <= stages
+
+
+def test_the_formats_are_held_against_bf16():
+    close = [RankResults(torch.ones(4, 8))]
+    assert bench_formats.require_near("mxfp8", [RankResults(torch.full((4, 8), 1.01))], close, "x") < 0.02
+    for wrong in (torch.zeros(4, 8), torch.full((4, 8), 1.1), torch.full((4, 8), float("nan"))):
+        with pytest.raises(Miss, match="against BF16"):
+            bench_formats.require_near("mxfp8", [RankResults(wrong)], close, "x")
 
 
 def test_rows_of_ops(smokes):
@@ -326,8 +343,9 @@ def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys)
 
 def test_either_scheme_is_measured_when_named(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "DEDUP_MIN_ROUTES", planner.DEDUP_MIN_ROUTES)  # as before, afterwards
+    options = ("--virtual", "2", "--directions", "forward", "--methods", "ours", "--results", str(tmp_path))
     for scheme in SCHEMES:
-        assert run_smoke(bench_path, "--scheme", scheme, "--virtual", "2", "--results", str(tmp_path)) == 0
+        assert run_smoke(bench_path, "--scheme", scheme, *options) == 0
     found = {row["scheme"]: row["link_bytes"] for row in lines(tmp_path, "path") if row["method"] == "ours"}
     assert found.keys() == SCHEMES.keys() and found["per route"] > found["de-duplicated"] > 0
 

@@ -1,19 +1,15 @@
 """Every example runs as its docstring says, on CPU processes here and on two GPUs where there are two."""
 
 import ast
-import contextlib
-import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.process_group import ranks
+from tests.rank_calls import as_torchrun_does
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DISTRIBUTED = ("train_step", "evaluate", "inference", "several_layers", "reopen")
@@ -44,27 +40,14 @@ def test_torchrun_on_two_cpu_processes():
     assert torchrun(DISTRIBUTED[0], "--cpu")
 
 
-def _as_torchrun_does(rank, group, name, port):
-    """What the example prints; its process group is one that it makes from the variables."""
-    dist.destroy_process_group()
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        for variable, value in where.items():
-            patch.setenv(variable, value)
-        patch.setattr(sys, "argv", [name, "--cpu"])
-        patch.syspath_prepend(EXAMPLES)
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    return printed.getvalue()
+def _run_example():
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED[1:])
 def test_on_two_cpu_processes(name):
-    """In ranks that have done the imports, with torchrun's variables: a launch of its own takes ten seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    printed, nothing = ranks(2).run(_as_torchrun_does, name, port)
-    assert printed and not nothing
+    as_torchrun_does(2, _run_example, str(EXAMPLES / f"{name}.py"), "--cpu")
 
 
 @pytest.mark.ranks(2)

@@ -51,7 +51,7 @@ def open_context(backend: str, **changes):
 
 @pytest.mark.parametrize("routing", ["zipf(1.0)", "duplicates", "dropped(0.5)", "one_rank"])
 def test_counts_are_those_of_the_routing(routing, backend):
-    cases = [replace(CASE, routing=routing, seed=seed) for seed in range(3)]
+    cases = [replace(CASE, routing=routing, seed=seed) for seed in range(2)]
     with open_context(backend) as context, torch.no_grad():
         for case in cases:
             virtual_experts(there(case, DEVICE[backend]), context)
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_routing(routing, backend):
             found, calls = context.memory_stats(rank), rows_of(cases, rank)
             assert found.expert_rows == tuple(sum(calls).tolist())
             rows = [int(call.sum()) for call in calls]
-            assert (found.calls, found.rows_max, found.rows_mean) == (3, max(rows), sum(rows) / 3)
+            assert (found.calls, found.rows_max, found.rows_mean) == (2, max(rows), sum(rows) / 2)
             least = max(rows) * scratch_bytes(context.config, 0)  # a row of each region
             assert least <= found.scratch_peak_bytes <= scratch_bytes(context.config, max(rows))
             assert scratch_bytes(context.config, max(rows)) <= context.memory_plan.device_scratch_bytes
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_routing(routing, backend):
             assert sum(found.layers_kept.values()) == found.layers_recomputed == 0
         assert context.memory_stats() == context.memory_stats(0)
         context.reset()
-        assert context.memory_stats().calls == 3
+        assert context.memory_stats().calls == 2
         context.reset_memory_stats()
         assert context.memory_stats().calls == 0 and not any(context.memory_stats().expert_rows)
 

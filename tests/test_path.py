@@ -18,7 +18,8 @@ from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtua
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
 
 BACKENDS = ("reference", "triton")
-KERNEL_DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -45,7 +46,17 @@ def run(config, inputs: list[RankInputs], backend: str, context=None) -> list[Ra
     return [to("cpu", result) for result in results]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Interpreted, a rank of a step takes half a second. Of five ranks and more the kernels take a case each there; eight
+# de-duplicated ones meet as processes.
+MANY_RANKS = ("five ranks one expert each", "six ranks de-duplicated recomputed", "eight ranks one expert each")
+
+
+ON_KERNELS = [case for case in CASES if not INTERPRETED or case.W < 5 or case.note in MANY_RANKS]
+
+
+@pytest.mark.parametrize(
+    "case, backend", [(case, "reference") for case in CASES] + [(case, "triton") for case in ON_KERNELS], ids=str
+)
 def test_path_against_dense_layer(case, backend):
     inputs = case.inputs()
     results = run(case.config(), inputs, backend)
@@ -81,6 +92,8 @@ def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(K, E, backend):
     config, balanced = case.config(), case.T * case.K
     x, x_h1, rows = saved_input_bytes(config), saved_h1_bytes(config, balanced), saved_full_bytes(config, balanced)
     kept_of = {3 * rows: [2, 2, 2], rows + 2 * x_h1: [2, 1, 1], 2 * x_h1 + x: [1, 1, 0], 3 * x: [0, 0, 0]}
+    if INTERPRETED and backend == "triton":  # which takes its time: the two that mix
+        kept_of = {num_bytes: kept for num_bytes, kept in kept_of.items() if len(set(kept)) > 1}
     outs = []
     for slot_bytes in kept_of:
         sizes = {"activation_slot_bytes": slot_bytes, "activation_slot_capacity_factor": None}
@@ -247,8 +260,8 @@ PER_TOKEN = ("x_TD", "ids_TK", "scores_TK", "grad_out_TD")
 
 
 @st.composite
-def any_case(draw, max_tokens: int):
-    W = draw(st.integers(1, 8))
+def any_case(draw, max_tokens: int, max_ranks: int):
+    W = draw(st.integers(1, max_ranks))
     L = draw(st.integers(1, 3))
     E = W * L
     K = draw(st.integers(1, min(E, 6)))
@@ -285,14 +298,14 @@ def check_any_case(drawn, backend):
         assert not result.out_TD[(own < 0).all(dim=1)].any()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(any_case(max_tokens=6))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(any_case(max_tokens=6, max_ranks=8))
 def test_any_routing_on_the_reference(drawn):
     check_any_case(drawn, "reference")
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(any_case(max_tokens=4))
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(any_case(max_tokens=4, max_ranks=4))
 def test_any_routing_on_the_kernels(drawn):
     check_any_case(drawn, "triton")
 
