@@ -159,7 +159,7 @@ def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.conste
 
 @triton.jit
 def _place_scaled_scratch(
-    place_ptr, rows, kept, total_bytes, D, F, stage,
+    place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
     BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, OUTER_SCALES: tl.constexpr,
     TRAINING: tl.constexpr,
 ):  # fmt: skip
@@ -187,12 +187,15 @@ def _place_scaled_scratch(
         tl.store(place_ptr + H2_COLUMNS + 1, end)
         end -= _column_scales(rows, 2 * F, BLOCK)
         tl.store(place_ptr + G1_COLUMNS + 1, end)
+    h1_end = end
     if kept == KEEPS_X:
         h1 = _take(end, rows, 4 * F)
         tl.store(place_ptr + H1, h1)
-        if not TRAINING:
-            tl.store(place_ptr + H3, h1)
         end = h1 * (4 * F)
+    if not TRAINING:
+        h3 = _take(h1_end, rows, 2 * output_columns)
+        tl.store(place_ptr + H3, h3)
+        end = tl.minimum(end, h3 * (2 * output_columns))
 
     tl.store(place_ptr + XR, _take(end, rows, D // PER_BYTE))
     tl.store(place_ptr + H2, _take(end, rows, F // PER_BYTE))
@@ -257,6 +260,7 @@ def _plan_forward(
     x_h1_bytes,
     total_bytes,
     stage,
+    output_columns,
     SAVE: tl.constexpr,
     TRAINING: tl.constexpr,
     BLOCK: tl.constexpr,  # values of a scale; 0: bf16
@@ -337,7 +341,7 @@ def _plan_forward(
         scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
     else:
         scratch = _place_scaled_scratch(
-            place_ptr, rows, kept, total_bytes, D, F, stage, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
         )
     _raise_to(stats_ptr + STATS_SCRATCH, scratch)
 
@@ -363,6 +367,7 @@ def _plan_backward(
     x_bytes,
     total_bytes,
     stage,
+    output_columns,
     TRAINING: tl.constexpr,
     BLOCK: tl.constexpr,
     PER_BYTE: tl.constexpr,
@@ -411,7 +416,9 @@ def _plan_backward(
     else:
         tl.store(place_ptr + X_COLUMNS, tl.load(saved_place_ptr + X_COLUMNS))
         tl.store(place_ptr + X_COLUMNS + 1, tl.load(saved_place_ptr + X_COLUMNS + 1))
-        _place_scaled_scratch(place_ptr, rows, kept, total_bytes, D, F, stage, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING)
+        _place_scaled_scratch(
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
+        )
 
 
 def _format_options(geometry: shapes.Geometry) -> dict:
@@ -468,6 +475,7 @@ def plan_forward(
         g.x_h1_bytes,
         g.total_bytes,
         g.stage_columns,
+        g.output_columns,
         SAVE=save,
         TRAINING=g.training,
         **_format_options(g),
@@ -512,6 +520,7 @@ def plan_backward(
         g.x_bytes,
         g.total_bytes,
         g.stage_columns,
+        g.output_columns,
         TRAINING=g.training,
         **_format_options(g),
         BLOCK_W=next_power_of_2(W),

@@ -8,7 +8,7 @@ import torch
 
 from dist_moe import BlockScaledConfig, prepare_block_scaled_weight, testing
 from dist_moe.formats import by_name
-from dist_moe.planner import dedup, stage_columns
+from dist_moe.planner import dedup, output_columns, stage_columns
 from dist_moe.virtual import RankInputs, RankResults
 
 from .path_cases import CASES, Case, assert_results_equal, dense, slots_of
@@ -16,6 +16,7 @@ from .scaled_cases import dense_scaled
 from .test_path import BACKENDS, device_of, run
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
+NARROW = Case("two ranks with outputs in passes", T=5, D=160, F=32, K=2, E=4)  # of inference
 STAGED = Case("two ranks de-duplicated in two passes", T=6, D=160, F=64, K=3, E=4)
 NOTES = (
     "one rank",
@@ -33,7 +34,7 @@ NOTES = (
     "an expert named twice",
     "rows past a tile border",
 )
-SCALED_CASES = (*(case for case in CASES if case.note in NOTES), STAGED)
+SCALED_CASES = (*(case for case in CASES if case.note in NOTES), NARROW, STAGED)
 INTERPRETED = ("one token", STAGED.note)  # of the kernels, on a machine without a GPU
 INFERENCE = {"inference": True, "activation_slot_capacity_factor": None}
 
@@ -87,6 +88,7 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
 
 
 def test_the_staged_case_goes_in_two_passes():
+    assert output_columns(config_of(NARROW, **INFERENCE)) == 128 < NARROW.D
     assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
 
 

@@ -17,7 +17,7 @@ from . import errors, moe, shapes, vmm
 from .config import Config, as_bool, as_float, config_hash
 from .context import BUILD, Context, live
 from .formats import by_name
-from .planner import MemoryPlan, dedup, plan_memory, slot_geometry, stage_columns, symmetric_regions
+from .planner import MemoryPlan, dedup, output_columns, plan_memory, slot_geometry, stage_columns, symmetric_regions
 from .registry import default_device, resolve
 from .symm import World
 
@@ -213,16 +213,17 @@ def _local_rank(
 
     on_gpu, D, F = world.device.type == "cuda", config.hidden_dim, config.intermediate_dim
     elements, fault_F = buffer[: len(buffer) // 2 * 2].view(torch.bfloat16), words(shapes.FAULT_WORDS)
-    stage, format, values = stage_columns(config), None, {}
+    widths, format, values = {D, F, 2 * F}, None, {}
     if config.block_scaled is not None:
         format = by_name(config.block_scaled.format)
+        widths |= {width for width in (stage_columns(config), output_columns(config)) if width}
         values = {C: rows(buffer, C // format.values_per_byte).view(format.value_dtype) for C in (D, F, 2 * F)}
     return moe.LocalRank(
         rank=rank,
         regions=regions,
         buffer=buffer,
         elements=elements,
-        rows={width: rows(elements, width) for width in (D, F, 2 * F, stage) if width},
+        rows={width: rows(elements, width) for width in widths},
         values=values,
         scales=None if format is None else buffer.view(format.scale_dtype),
         outer_inv=buffer.view(torch.float32) if format is not None and format.two_level else None,

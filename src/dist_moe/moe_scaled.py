@@ -74,8 +74,8 @@ def _product(path: Path, op: str, rows: Bundle, values: Tensor, scales: Tensor, 
 
 def _w13(path: Path, r: LocalRank, c, x_rows: Bundle, stop_1: Tensor) -> None:
     w13, h1 = c.w13_L2FD, (r.rows[2 * path.intermediate_dim], c.words[shapes.PLACE_H1])
-    outer = w13.outer_inv_G
-    _product(path, "grouped_gemm_scaled", x_rows, w13.values, w13.scales, h1, c, stop_1, w_outer_inv_L=outer)
+    how = {"w_outer_inv_L": w13.outer_inv_G, "square": w13.transposed_scales is not None}
+    _product(path, "grouped_gemm_scaled", x_rows, w13.values, w13.scales, h1, c, stop_1, **how)
 
 
 def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -121,13 +121,12 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
         stop_1=r.stop_1,
         num_sms=path.num_sms,
     )
-    # In inference h3 lies over h1, as many columns at a time as it has.
-    width = D if training else 2 * F
+    width = path.geometry.output_columns
     h3 = (r.rows[width], words[shapes.PLACE_H3])
     for first in range(0, D, width):
-        window = None if training else (first, min(width, D - first))
-        w2, outer = c.w2_LDF, c.w2_LDF.outer_inv_G
-        how = {"w_outer_inv_L": outer, "columns": window}
+        window = None if width == D else (first, min(width, D - first))
+        w2 = c.w2_LDF
+        how = {"w_outer_inv_L": w2.outer_inv_G, "square": w2.transposed_scales is not None, "columns": window}
         _product(path, "grouped_gemm_scaled", h2_rows, w2.values, w2.scales, h3, c, r.stop_1, **how)
         moe.combine_outputs(path, r, plan, *h3, row_scores_R, columns=window)
 

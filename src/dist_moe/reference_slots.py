@@ -89,8 +89,13 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
             (shapes.PLACE_G1_COLUMNS, 2 * F),
         ):
             place[word + 1] = take(_column_scale_bytes(g, rows, width))
+    h1_end = end
     if kept == shapes.KEEPS_X:
         take_rows(shapes.PLACE_H1, 4 * F)
+    if not g.training:
+        pitch = 2 * g.output_columns
+        place[shapes.PLACE_H3] = (h1_end - rows * pitch) // pitch
+        end = min(end, int(place[shapes.PLACE_H3]) * pitch)
 
     for word, width in ((shapes.PLACE_XR, D), (shapes.PLACE_H2, F), (shapes.PLACE_G1_ROWS, 2 * F)):
         if word != shapes.PLACE_G1_ROWS or g.training:
@@ -112,8 +117,6 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
             pitch = 2 * g.stage_columns
             place[shapes.PLACE_STAGE] = (stage_end - rows * pitch) // pitch
             end = min(end, int(place[shapes.PLACE_STAGE]) * pitch)
-    else:
-        place[shapes.PLACE_H3] = place[shapes.PLACE_H1]
     return g.total_bytes - end
 
 

@@ -108,7 +108,8 @@ class Geometry:
     total_bytes: int
     training: bool
     format: Format | None = None  # of block-scaled execution
-    stage_columns: int = 0  # see planner.stage_columns
+    stage_columns: int = 0  # see planner
+    output_columns: int = 0
 
     @property
     def place_words(self) -> int:
@@ -127,7 +128,7 @@ PLACE_X = 4  # saved x, in bf16 elements
 PLACE_XR = 5  # x_RD, in rows of D; block-scaled the row bundle of x and dy
 PLACE_H1 = 6  # h1, in rows of 2F
 PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F; block-scaled the row bundle of h2
-PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D; block-scaled h3 and x-gradients, in inference rows of 2F
+PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D; block-scaled h3 in rows of output_columns, x-gradients
 PLACE_SKIP_X, PLACE_SKIP_H1 = 9, 10  # stop words of saving x and making x_RD again, and of making h1 again: 0 to run
 PLACE_WORDS = 11
 # More words of block-scaled calls. A bundle has a word for its values, in rows of its width, and one for its scales,

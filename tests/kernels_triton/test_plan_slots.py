@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dist_moe import BlockScaledConfig, Config, reference, shapes
 from dist_moe.formats import MXFP8_E4M3, NVFP4
 from dist_moe.kernels_triton import plan_slots as kernels
-from dist_moe.planner import scratch_bytes, stage_columns
+from dist_moe.planner import output_columns, scratch_bytes, stage_columns
 from dist_moe.shapes import Geometry, align
 
 UNTOUCHED = -77
@@ -39,7 +39,7 @@ def scaled_geometry(D, F, *, slot_bytes, T_max=4, balanced=128, num_slots=1, cap
     how = {"inference": True} if format.two_level else {}
     config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig(format.name), **how)
     total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity)
-    return replace(g, total_bytes=total, format=format, stage_columns=stage)
+    return replace(g, total_bytes=total, format=format, stage_columns=stage, output_columns=output_columns(config))
 
 
 class Planner:
@@ -202,7 +202,7 @@ def scaled_scratch_in_use(g: Geometry, place, rows: int) -> list[list[tuple[int,
         return [*held, (scales, scales + rows * align(width // g.format.block, 4))]
 
     if not g.training:
-        h3 = [_region(word(place, "H3"), rows, 4 * F)]
+        h3 = [_region(word(place, "H3"), rows, 2 * g.output_columns)]
         return [row_bundle("XR", D) + h1, row_bundle("H2", F) + h1, row_bundle("H2", F) + h3]
     x_columns = _column_bundle(place, "X", rows, D) if kept != shapes.KEEPS_ROWS else []
     dy_columns, h2_columns, g1_columns = (
@@ -460,7 +460,7 @@ def test_any_program(device, program, data):
 @pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (256, 32)])
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
 def test_scaled_calls_without_saving(device, D, F, format):
-    """Also the largest call that there is room for, in inference h3 with all 2F columns of a pass."""
+    """Also the largest call that there is room for, in inference h3 with all columns of a pass."""
     g = scaled_geometry(D, F, slot_bytes=1024, format=format)
     for rows in (0, 128, 512):
         planner = Both(device, g, W=1)
