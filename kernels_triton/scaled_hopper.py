@@ -43,6 +43,9 @@ from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
 from .wgrad_hopper import _barrier, _load
 
+# By its name in newer Tritons, or in 3.6.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
@@ -90,7 +93,7 @@ def _copy_scales(to, atom_ptr, first_row, EVERY: gl.constexpr):
     """The words (four blocks) of rows first_row, first_row + EVERY, ... of an atom, asynchronously."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = first_row + gl.arange(0, to.shape[0], layout=LAYOUT) * EVERY
-    async_copy.async_copy_global_to_shared(to, atom_ptr + rows % 32 * 4 + rows // 32)
+    _async_load(to, atom_ptr + rows % 32 * 4 + rows // 32)
 
 
 @gluon.jit
