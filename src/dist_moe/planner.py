@@ -97,7 +97,8 @@ def _whole(num_bytes: int) -> int:
 
 def _block_scaled_scratch_regions(config: Config, rows: int) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
-    regions = {"h1": _region_bytes(rows, max(4 * F, 2 * output_columns(config)) if config.inference else 4 * F)}
+    h1 = 4 * F if not config.inference else max(4 * F, align(2 * output_columns(config), SLOT_ALIGNMENT))
+    regions = {"h1": _region_bytes(rows, h1)}
     operands = _row_bundle_bytes(config, rows, max(D, F if config.inference else 2 * F))
     if not config.inference:
         regions["columns"] = sum(_column_bundle_bytes(config, rows, width) for width in (D, D, F, 2 * F))
