@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-DISTRIBUTED = ("train_step", "evaluate", "inference", "several_layers", "reopen")
+DISTRIBUTED = (
+    "train_step",
+    "mxfp8_training",
+    "evaluate",
+    "inference",
+    "block_scaled_inference",
+    "several_layers",
+    "reopen",
+)
 
 
 def run(*command: str) -> str:
