@@ -144,8 +144,8 @@ def _run(options: Options, job: Job, console: Console) -> dict:
     _print_results(job, results, console)
     curves = {"oracle": oracle["losses"], "ranks": trained["losses"]}
     if options.precision == "mxfp8":
-        job = dataclasses.replace(job, name="mxfp8", precision="mxfp8", steps=len(trained["losses"]))
-        in_mxfp8 = _train_beside(job, ("mxfp8", "bf16"), trained["losses"], console)
+        again = dataclasses.replace(job, name="mxfp8", precision="mxfp8", steps=len(trained["losses"]))
+        in_mxfp8 = _train_beside(again, ("mxfp8", "bf16"), trained["losses"], console)
         held_out = run_processes(serve_on_ranks, dataclasses.replace(job, name="service"), lambda message: None)[0]
         results["mxfp8"] = _compare_mxfp8(in_mxfp8, trained, held_out, results["failures"])
         _print_mxfp8(results["mxfp8"], console)
