@@ -6,12 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dist_moe import BlockScaledConfig, prepare_block_scaled_weight, testing
+from dist_moe import (
+    BlockScaledConfig,
+    RoutingOverflowError,
+    create_context,
+    prepare_block_scaled_weight,
+    routed_experts,
+    testing,
+)
 from dist_moe.formats import by_name
 from dist_moe.planner import dedup, output_columns, stage_columns
 from dist_moe.virtual import RankInputs, RankResults
 
-from .path_cases import CASES, Case, assert_results_equal, dense, slots_of
+from .path_cases import CASES, Case, assert_results_equal, dense, padded_rows_of, slots_of
+from .rank_calls import on_ranks, run_rank
 from .scaled_cases import dense_scaled
 from .test_path import BACKENDS, device_of, run
 
@@ -98,6 +106,20 @@ def test_training_against_the_layer_with_quantised_operands(case, backend):
     assert_close_to_scaled(run(config_of(case), inputs, backend), dense_scaled(case, inputs))
 
 
+GROUPS = (0, 1, 7, 8, 9, 127, 128, 129)
+
+
+@on_both
+def test_groups_of_every_size(backend):
+    """Rows of the experts around blocks, atoms and tiles."""
+    case = Case("groups", W=1, T=sum(GROUPS), D=64, F=32, K=1, E=len(GROUPS))
+    ids = torch.repeat_interleave(torch.arange(case.E), torch.tensor(GROUPS))
+    order = torch.randperm(case.T, generator=torch.Generator().manual_seed(0))
+    (one,) = case.inputs()
+    inputs = [replace(one, ids_TK=ids[order, None])]
+    assert_close_to_scaled(run(config_of(case), inputs, backend), dense_scaled(case, inputs))
+
+
 @pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
 @each_case
 def test_inference_against_the_layer_with_quantised_operands(case, block_scaled, backend):
@@ -105,6 +127,30 @@ def test_inference_against_the_layer_with_quantised_operands(case, block_scaled,
     inputs = case.inputs()
     results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
     assert_close_to_scaled(results, dense_scaled(case, inputs, by_name(block_scaled.format), training=False))
+
+
+@on_both
+def test_a_broken_token_without_weight_reaches_nobody(backend):
+    """x of NaN and Inf behind a score of 0: quantised as zeros, in training and on the wire."""
+    case = Case("broken", routing="balanced", D=64, F=32)
+    inputs = case.inputs()
+    for i, value in enumerate((float("nan"), float("inf"))):
+        inputs[i].x_TD[3, 5] = value
+        inputs[i].scores_TK[3] = 0.0
+    trained = run(config_of(case), inputs, backend)
+    assert all(torch.isfinite(value).all() for rank in trained for value in vars(rank).values())
+    for how in (MXFP8, NVFP4):
+        config = config_of(case, how, **INFERENCE)
+        served = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
+        assert all(torch.isfinite(rank.out_TD).all() and not rank.out_TD[3].any() for rank in served)
+
+
+def test_more_rows_than_fit_are_counted_with_their_padding():
+    case = Case("overflow", W=2, T=256, D=32, F=32, K=1, E=4, routing="one_rank")
+    config = config_of(case, device_scratch_capacity_factor=1.0)
+    with pytest.raises(RoutingOverflowError, match="rank 0") as error:
+        run(config, case.inputs(), "reference")
+    assert error.value.needed_rows == padded_rows_of(case)[0] > error.value.available_rows == 384
 
 
 # Equal bits
@@ -171,3 +217,29 @@ def test_inference_against_bf16(W, block_scaled, error_bound, cosine_bound, rows
     error, cosine = whole(out, ref)
     assert error < error_bound and cosine > cosine_bound, (error, cosine)
     assert testing.rows_sqnr_db(out, ref).min() > rows_db
+
+
+# Over processes
+
+
+def _train(rank, group, case):
+    with create_context(group=group, config=config_of(case), device="cpu", backend="reference") as context:
+        results = run_rank(case.inputs()[rank], context)
+    return results, run(config_of(case), case.inputs(), "reference") if rank == 0 else None
+
+
+def _serve(rank, group, case, block_scaled):
+    config = config_of(case, block_scaled, **INFERENCE)
+    inputs = prepared(case.inputs(), config, inference=True)
+    own = inputs[rank]
+    with create_context(group=group, config=config, device="cpu", backend="reference") as context, torch.no_grad():
+        out_TD = routed_experts(own.x_TD, own.ids_TK, own.scores_TK, own.w13_L2FD, own.w2_LDF, context)
+        context.check()
+    return RankResults(out_TD), run(config, inputs, "reference") if rank == 0 else None
+
+
+@pytest.mark.parametrize("case", [Case("per route", W=3, T=4, D=32, F=32, E=6), STAGED], ids=str)
+def test_processes_give_the_bits_of_virtual_ranks(case):
+    for job in ((_train, case), (_serve, case, MXFP8), (_serve, case, NVFP4)):
+        results, expected = zip(*on_ranks(case.W, *job), strict=True)
+        assert_results_equal(results, expected[0])

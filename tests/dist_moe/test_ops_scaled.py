@@ -111,6 +111,10 @@ def test_a_step_changes_the_weights_and_prepared_ones_are_refilled(context):
         assert torch.equal(after, routed_experts(**fields, context=context)) and not torch.equal(after, before)
 
 
+def test_tiles_are_chosen_by_rows_without_padding(context):
+    assert context.path.rows_per_expert == T * K // E < context.path.capacity_rows // E
+
+
 # What is refused
 
 
