@@ -15,7 +15,7 @@ from dist_moe import (
     testing,
 )
 from dist_moe.formats import by_name
-from dist_moe.planner import dedup, output_columns, stage_columns
+from dist_moe.planner import dedup, output_columns, plan_memory, stage_columns
 from dist_moe.virtual import RankInputs, RankResults
 
 from .path_cases import CASES, Case, assert_results_equal, dense, padded_rows_of, slots_of
@@ -150,7 +150,11 @@ def test_more_rows_than_fit_are_counted_with_their_padding():
     config = config_of(case, device_scratch_capacity_factor=1.0)
     with pytest.raises(RoutingOverflowError, match="rank 0") as error:
         run(config, case.inputs(), "reference")
-    assert error.value.needed_rows == padded_rows_of(case)[0] > error.value.available_rows == 384
+    needed = error.value.needed_rows
+    assert needed == padded_rows_of(case)[0] > error.value.available_rows == 384
+    fits, less = (replace(config, device_scratch_capacity_factor=error.value.needed_factor - x) for x in (0, 0.01))
+    assert plan_memory(fits, case.W).device_scratch_capacity_rows >= needed
+    assert plan_memory(less, case.W).device_scratch_capacity_rows < needed
 
 
 # Equal bits

@@ -12,6 +12,7 @@ from . import errors, memory_stats, moe, shapes
 from .config import as_int
 from .memory_plan import MemoryPlan
 from .memory_stats import MemoryStats
+from .planner import padding_rows
 from .slots import SavedForward, SavedForwards
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class Context:
         return errors.from_fault_record(
             record,
             balanced_rows=self.memory_plan.balanced_recv_rows,
+            padding_rows=padding_rows(self.config, self.world.size),
             abort_text=bytes(r.abort_text.peers[peer].tolist()).split(b"\0")[0].decode(errors="replace"),
             abort_code=int(r.header.peers[peer][shapes.HEADER_ABORT]),
         )

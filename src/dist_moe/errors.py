@@ -73,11 +73,12 @@ _CAUSES = {
 
 
 def from_fault_record(
-    record: Sequence[int], *, balanced_rows: int, abort_text: str = "", abort_code: int = 0
+    record: Sequence[int], *, balanced_rows: int, padding_rows: int = 0, abort_text: str = "", abort_code: int = 0
 ) -> DistMoEError:
     """The exception for a fault record (shapes.FAULT_*) with word 0 not zero.
 
-    Args:    abort_text, abort_code: why the rank that the record names gave up: its words, if its host has written
+    Args:    balanced_rows, padding_rows: rows of a rank at factor 1, and those that a plan adds for padding.
+             abort_text, abort_code: why the rank that the record names gave up: its words, if its host has written
              them, and its own fault.
     """
     code, rank = record[0] & 0xFF, record[0] >> shapes.FAULT_RANK_SHIFT
@@ -93,7 +94,9 @@ def from_fault_record(
             "use a negative id for 'no expert'"
         )
     if code == shapes.FAULT_OVERFLOW:
-        factor = math.ceil(a / max(balanced_rows, 1) * 1e4) / 1e4  # rounded up, so that the advice holds
+        factor = (
+            math.ceil((a - padding_rows) / max(balanced_rows, 1) * 1e4) / 1e4
+        )  # rounded up, so that the advice holds
         return RoutingOverflowError(
             f"routing overflow: rank {rank} needs {a} rows, {b} are available (needed and available rows are those of "
             f"one rank); a capacity factor of {factor:.10g} would have fitted (device_scratch_capacity_factor, or "

@@ -61,13 +61,15 @@ def routed_rows(config: Config, ep_size: int, factor: float) -> int:
     return min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
 
 
+def padding_rows(config: Config, ep_size: int) -> int:
+    """The most rows that are padding: block-scaled, every expert begins at a multiple of ROW_ALIGNMENT."""
+    return 0 if config.block_scaled is None else config.num_experts // ep_size * (ROW_ALIGNMENT - 1)
+
+
 def capacity_rows(config: Config, ep_size: int, factor: float) -> int:
-    """Rows one rank holds at a capacity factor. Block-scaled, every expert's rows are padded to ROW_ALIGNMENT; this is
-    the most that padding can make of them."""
-    rows, L = routed_rows(config, ep_size, factor), config.num_experts // ep_size
-    if config.block_scaled is None:
-        return rows
-    return (rows + L * (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    """Rows one rank holds at a capacity factor, those of padding too."""
+    rows = routed_rows(config, ep_size, factor) + padding_rows(config, ep_size)
+    return rows if config.block_scaled is None else rows // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
 def _region_bytes(rows: int, pitch: int) -> int:
