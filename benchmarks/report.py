@@ -119,6 +119,28 @@ def memory_tables(rows: list[Row]) -> list[str]:
     return texts
 
 
+def format_tables(rows: list[Row]) -> list[str]:
+    """Times, and how many times as fast as BF16 in the same run."""
+    texts = []
+    for (direction, T, W, place, routing), group in grouped(rows, "direction", "T", "W", "where", "routing").items():
+        methods = list(dict.fromkeys(row["method"] for row in group))
+        lines = []
+        for (shape,), cell in grouped(group, "shape").items():
+            by = {row["method"]: row for row in cell}
+            cells = [""] * len(methods)
+            for i, row in enumerate(map(by.get, methods)):
+                if row:
+                    speed = (
+                        f" ({row['bf16_us'] / row['us']:.2f}x)" if row["bf16_us"] and row["method"] != "bf16" else ""
+                    )
+                    cells[i] = _ms(row["us"]) + speed
+            lines.append([shape, *cells])
+        header = ["model", *(f"{method}, ms" for method in methods)]
+        title = f"Formats, {direction}, {W} ranks ({place}), T={T} a rank, {routing}, graphs\n{where(group[-1])}"
+        texts.append(f"{title}\n\n{table(header, lines)}")
+    return texts
+
+
 def op_tables(rows: list[Row]) -> list[str]:
     texts = []
     for (T, W, routing), group in grouped(rows, "T", "W", "routing").items():
@@ -174,6 +196,7 @@ TABLES = (
     ("path", path_tables),
     ("path", skew_tables),
     ("memory", memory_tables),
+    ("formats", format_tables),
     ("stages", stage_tables),
     ("op", op_tables),
 )

@@ -7,12 +7,13 @@
 #                                                    and floor, with the table of its stages
 #   benchmarks/run_h200.sh ops [COMMIT] [RESULTS]    one GPU, under 3 minutes: the ops that move and mix rows
 #   benchmarks/run_h200.sh memory [COMMIT] [RESULTS] two GPUs, under 3 minutes: scratch that lies on the host in part
+#   benchmarks/run_h200.sh formats [COMMIT] [RESULTS] two GPUs, under 6 minutes: MXFP8 and NVFP4 beside BF16
 #
 # Call it again to go on: rows that are there with the same COMMIT are not measured again. Every command has a limit of
 # its own; one that fails or runs past it leaves the others alone.
-mode=${1:?one, two, ops or memory}
-declare -A seconds=([one]=230 [two]=350 [ops]=170 [memory]=170)
-budget=${seconds[$mode]:?one, two, ops or memory}
+mode=${1:?one, two, ops, memory or formats}
+declare -A seconds=([one]=230 [two]=350 [ops]=170 [memory]=170 [formats]=350)
+budget=${seconds[$mode]:?one, two, ops, memory or formats}
 source "$(dirname "$0")/_budget.sh"
 
 common=("${rows[@]}" --routings uniform --tokens 8192)
@@ -37,6 +38,14 @@ memory)
   run 40 python3 -m benchmarks.host_access
   for model in qwen3-30b deepseek-v3; do
     run 90 "${torchrun[@]}" 2 -m benchmarks.bench_memory --shapes "$model" "${common[@]}" --rounds 5
+  done
+  ;;
+formats)
+  for model in "${models[@]}"; do
+    run 75 "${torchrun[@]}" 2 -m benchmarks.bench_formats --shapes "$model" "${rows[@]}" --routings uniform \
+      --tokens 16 128 8192 --rounds 8
+    run 60 "${torchrun[@]}" 2 -m benchmarks.bench_formats --shapes "$model" "${rows[@]}" --routings uniform \
+      --tokens 8192 --rounds 8 --directions forward+backward
   done
   ;;
 esac

@@ -355,7 +355,7 @@ def test_report_prints_a_table_of_each_kind(smokes, capsys):
         assert report.main(["--results", str(folder), "--commit", COMMIT]) == 0
     text = capsys.readouterr().out
     of_path = f"| smoke, {lines(smokes['virtual'], 'path')[0]['scheme']} | forward+backward |"
-    for line in (of_path, "| smoke w13 |", "| forward: dispatch |"):
+    for line in (of_path, "| smoke w13 |", "| forward: dispatch |", "| model | bf16, ms | mxfp8, ms | nvfp4, ms |"):
         assert line in text
     assert text.count("Path under skew") == 1 and ", forward+backward, one_rank | 4.00 |" in text
     assert report.main(["--results", str(smokes["op"]), "--commit", "another"]) == 0

@@ -94,9 +94,7 @@ def from_fault_record(
             "use a negative id for 'no expert'"
         )
     if code == shapes.FAULT_OVERFLOW:
-        factor = (
-            math.ceil((a - padding_rows) / max(balanced_rows, 1) * 1e4) / 1e4
-        )  # rounded up: it has to hold
+        factor = math.ceil((a - padding_rows) / max(balanced_rows, 1) * 1e4) / 1e4  # rounded up: it has to hold
         return RoutingOverflowError(
             f"routing overflow: rank {rank} needs {a} rows, {b} are available (needed and available rows are those of "
             f"one rank); a capacity factor of {factor:.10g} would have fitted (device_scratch_capacity_factor, or "
