@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dist_moe import Config, create_context, routed_experts, virtual
+from dist_moe import Config, PreparedWeight, create_context, routed_experts, virtual
 from dist_moe.virtual import RankResults
 
 from .launch import PEER_TIMEOUT_S, Job, Miss
@@ -14,6 +14,10 @@ from .timing import Method, capture
 
 FORWARD, BOTH, INFERENCE = "forward", "forward+backward", "inference"
 DIRECTIONS = (FORWARD, BOTH, INFERENCE)
+
+
+def _source(weight: Tensor | PreparedWeight) -> Tensor:
+    return weight.source if isinstance(weight, PreparedWeight) else weight
 
 
 class Ours:
@@ -46,7 +50,7 @@ class Ours:
 
     def backward(self, outs: list[Tensor]) -> tuple[Tensor, ...]:
         """Gradients of x, scores, W13 and W2, rank by rank."""
-        leaves = [leaf for r in self._ranks for leaf in (r.x_TD, r.scores_TK, r.w13_L2FD, r.w2_LDF)]
+        leaves = [leaf for r in self._ranks for leaf in (r.x_TD, r.scores_TK, *map(_source, (r.w13_L2FD, r.w2_LDF)))]
         return torch.autograd.grad(outs, leaves, [r.grad_out_TD for r in self._ranks])
 
     def run(self) -> list[Tensor]:

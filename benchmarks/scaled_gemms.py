@@ -6,7 +6,8 @@
 
 The rank is the fullest of --ranks. Every result is compared with the BF16 product of the data before quantising, then
 timed as a replayed CUDA graph; `tests/kernels_triton` hold it against the oracle. Weights of "mxfp8_e4m3" have square
-blocks, as in training, those of "mxfp8_e4m3-along-k" and of NVFP4 blocks along K, as in inference.
+blocks, as in training, those of "mxfp8_e4m3-along-k" and of NVFP4 blocks along K, as in inference. Bytes, and with them
+the share of the roof, are counted as if operands were BF16.
 """
 
 import functools

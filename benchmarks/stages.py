@@ -21,7 +21,14 @@ from .timing import WARMUP_ROUNDS, Span, StartLine, Times, summarize, worst
 
 HEAD_START_CYCLES = 20_000_000  # 10 ms at 2 GHz, several times what the launches of a forward and backward take
 WHOLE, BETWEEN = "whole", "between ops"
-_GEMMS = {"grouped_gemm": "{}", "grouped_gemm_dgrad": "dgrad_{}", "grouped_gemm_wgrad": "wgrad_{}"}
+_GEMMS = {  # name of the stage, and where among the arguments the weight, or its gradient, is
+    "grouped_gemm": ("{}", 2),
+    "grouped_gemm_dgrad": ("dgrad_{}", 2),
+    "grouped_gemm_wgrad": ("wgrad_{}", 5),
+    "grouped_gemm_scaled": ("{}", 1),
+    "grouped_gemm_scaled_dgrad": ("dgrad_{}", 1),
+    "grouped_gemm_scaled_wgrad": ("wgrad_{}", 4),
+}
 
 Stage = tuple[str, str]  # direction, name
 
@@ -29,8 +36,9 @@ Stage = tuple[str, str]  # direction, name
 def stage_name(shape: Shape, op: str, args: tuple, kwargs: dict) -> str:
     """An op's stage: products by their weight, signals and waits by their event, others by themselves."""
     if op in _GEMMS:
-        weight = args[5 if op == "grouped_gemm_wgrad" else 2]
-        return _GEMMS[op].format("w13" if weight.shape[1:] == (2 * shape.F, shape.D) else "w2")
+        name, at = _GEMMS[op]
+        _, rows, columns = args[at].shape
+        return name.format("w13" if rows == 2 * shape.F and columns in (shape.D, shape.D // 2) else "w2")
     if op in ("signal", "wait"):
         return f"{op} {STAGE_NAMES[kwargs['stage']]}"
     return op

@@ -42,6 +42,15 @@ def row_grid(device: torch.device, tile: RowTile, num_sms: int | None = None) ->
     return (num_programs(device) * tile.programs_per_sm,)
 
 
+def column_window(columns: tuple[int, int] | None, D: int, rows_XD: torch.Tensor) -> tuple[int, int]:
+    """First of the D columns of the tokens that move, and how many; all without a window. Rows start 64 bytes apart."""
+    first, width = (0, D) if columns is None else columns
+    pitch = rows_XD.shape[1]
+    assert first % 32 == width % 32 == D % 32 == pitch % 32 == 0, (first, width, D, pitch)
+    assert first + width <= D and width <= pitch and rows_XD.is_contiguous(), (first, width, D, pitch)
+    return first, width
+
+
 @triton.jit
 def peer_pointers(table_ptr, rank, offset, mask, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Addresses of element `offset` of the region of `rank`; ALIGNMENT bytes is what makes accesses wide.
@@ -70,12 +79,13 @@ def spread(turn, num_blocks, parts):
 
 
 @triton.jit
-def pair_block(pair, num_pairs, num_rows, pair_start_ptr):
+def pair_block(pair, num_pairs, num_routes, pair_start_ptr):
     """First entry in pair_rows_R and number of rows of each pair; 0 rows past the last pair.
 
-    Example: pair_start = [0, 2, 3], num_pairs = 3, num_rows = 5: pairs 0..3 have first 0, 2, 3, 0 and count 2, 1, 2, 0.
+    Example: pair_start = [0, 2, 3], num_pairs = 3, num_routes = 5: pairs 0..3 have first 0, 2, 3, 0 and count 2, 1,
+    2, 0.
     """
     in_use = pair < num_pairs
     first = tl.load(pair_start_ptr + pair, mask=in_use, other=0)
-    end = tl.load(pair_start_ptr + pair + 1, mask=pair + 1 < num_pairs, other=num_rows)
+    end = tl.load(pair_start_ptr + pair + 1, mask=pair + 1 < num_pairs, other=num_routes)
     return first, tl.where(in_use, end - first, 0)

@@ -54,18 +54,19 @@ def powers(codes):
 
 @triton.jit
 def e2m1_values(values, R: tl.constexpr, C: tl.constexpr):
-    """BF16 [R, C] from pairs [R, C / 2]: 0 0.5 1 1.5 2 3 4 6 and negatives."""
-    byte = values.to(tl.int32)
-    code = tl.reshape(tl.join(byte & 15, byte >> 4), (R, C))
-    magnitude = code & 7
-    bits = tl.where(magnitude < 2, magnitude * 0x3F00, (magnitude << 6) + 0x3F00) | (code & 8) << 12
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    """BF16 [R, C] from pairs [R, C / 2]: 0 0.5 1 1.5 2 3 4 6 and negatives, each times 2^-126.
+
+    Exponent and mantissa are put where BF16 has the low ones of its own, so that 0.5, too, is what it is: subnormal.
+    """
+    codes = tl.join(values, values >> 4).to(tl.int16)
+    bits = ((codes & 7) << 6) | ((codes & 8) << 12)
+    return tl.reshape(bits, (R, C)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def scaled_e2m1(values, codes, R: tl.constexpr, C: tl.constexpr):
-    """BF16 [R, C] of pairs [R, C / 2] times their e4m3 scales [R, S]: exact, in at most six bits."""
+    """BF16 [R, C] of pairs [R, C / 2] times their e4m3 scales [R, S] times 2^-8: exact, in at most six bits."""
     S: tl.constexpr = codes.shape[1]
-    scales = codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    scales = (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0**118).to(tl.bfloat16)
     v = tl.reshape(e2m1_values(values, R, C), (R, S, C // S))
     return tl.reshape(v * scales[:, :, None], (R, C))

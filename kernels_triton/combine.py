@@ -5,6 +5,8 @@ scope; an owner reads after its wait on COMBINED. The next push comes after the 
 the owner signals after it has read.
     per route       outputs[t, k] = row                                  (the owner applies the scores)
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
+Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
+-1) are not read.
 reduce and collect_score_grads run after that wait and touch this rank's memory only.
     reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
 
@@ -19,7 +21,7 @@ from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay
 from ._launch import launched
-from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import column_window, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 
 @launched
@@ -30,12 +32,15 @@ def _combine_routes(
     row_score_grads_ptr,  # [R] fp32, or None
     row_to_slot_ptr,  # [R] int32
     num_rows_ptr,  # int32
-    rows_ptr,  # [X, D] bf16
+    rows_ptr,  # [X, PITCH] bf16
     start_ptr,  # int64
     stop_ptr,  # int64
     num_slots,  # T_max * K, slots of one rank
+    first_column,
     sources,  # stretches of rows that are of one source rank each
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns that move
+    PITCH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -55,17 +60,18 @@ def _combine_routes(
         block = spread(turn, num_blocks, parts)
         delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
-        in_use = row < num_rows
-        slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
+        slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
+        in_use = slot >= 0
         src = slot // num_slots
         own_slot = slot - src * num_slots
         if score_grads_table_ptr is not None:
             grad = tl.load(row_score_grads_ptr + row, mask=in_use, other=0.0)
             tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, in_use, tl.float32, 4), grad, mask=in_use)
-        out_ptrs = peer_pointers(outputs_table_ptr, src, own_slot.to(tl.int64) * D, in_use, tl.bfloat16, 16)
-        row_ptrs = rows_ptr + (start + row) * D
-        for d in range(0, D, BLOCK_D):
-            mask = in_use[:, None] & (d + offs_d < D)[None, :]
+        offset = own_slot.to(tl.int64) * D + first_column
+        out_ptrs = peer_pointers(outputs_table_ptr, src, offset, in_use, tl.bfloat16, 16)
+        row_ptrs = rows_ptr + (start + row) * PITCH
+        for d in range(0, WIDTH, BLOCK_D):
+            mask = in_use[:, None] & (d + offs_d < WIDTH)[None, :]
             value = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask)
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
 
@@ -82,13 +88,16 @@ def _combine_pairs(
     pair_start_ptr,  # [R] int32
     pair_output_ptr,  # [R] int32
     num_pairs_ptr,  # int32
-    num_rows_ptr,  # int32
-    rows_ptr,  # [X, D] bf16
+    num_routes_ptr,  # int32
+    rows_ptr,  # [X, PITCH] bf16
     start_ptr,  # int64
     stop_ptr,  # int64
     num_slots,  # T_max * K, slots of one rank
     num_outputs,  # T_max * J, output rows of one rank
+    first_column,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns that move
+    PITCH: tl.constexpr,
     PAIRS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,7 +110,7 @@ def _combine_pairs(
     if tl.load(stop_ptr) != 0:
         return
     num_pairs = tl.load(num_pairs_ptr)
-    num_rows = tl.load(num_rows_ptr)
+    num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
@@ -111,7 +120,7 @@ def _combine_pairs(
         delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
-        first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
+        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
         most = tl.max(count, axis=0)
         output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
         src = output // num_outputs
@@ -123,14 +132,14 @@ def _combine_pairs(
                 own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * num_slots
                 grad = tl.load(row_score_grads_ptr + row, mask=here, other=0.0)
                 tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, here, tl.float32, 4), grad, mask=here)
-        out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D, in_use, tl.bfloat16, 16)
-        for d in range(0, D, BLOCK_D):
-            mask_d = (d + offs_d < D)[None, :]
+        out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D + first_column, in_use, tl.bfloat16, 16)
+        for d in range(0, WIDTH, BLOCK_D):
+            mask_d = (d + offs_d < WIDTH)[None, :]
             acc = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
             for i in range(most):
                 here = i < count
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                row_ptrs = rows_ptr + (start + row) * D
+                row_ptrs = rows_ptr + (start + row) * PITCH
                 mask = here[:, None] & mask_d
                 term = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0).to(tl.float32)
                 if row_scores_ptr is not None:
@@ -236,36 +245,49 @@ def _collect_score_grads(
 
 
 def combine(
-    plan, rows_XD, start_1, *, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, stop_1, num_sms=None
+    plan,
+    rows_XD,
+    start_1,
+    *,
+    outputs,
+    dedup,
+    row_scores_R,
+    row_score_grads_R,
+    score_grads,
+    stop_1,
+    columns=None,
+    num_sms=None,
 ):
     """Push this rank's rows to their owners, per route or summed a (token, rank).
 
     Args:    rows_XD: bf16 [X, D] over the activation buffer, rows from start_1 on.  row_scores_R: fp32 [R] or None;
              de-duplicated alone, multiplies each row.  row_score_grads_R, score_grads: both in backward, both None in
-             forward.
+             forward.  columns: (first, width) of the outputs, from the first columns of rows_XD, which may then be
+             narrower than D; multiples of 32. None: all.
     Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED; writes peers' `outputs` and
              `score_grads`.
     Source:  reference.combine.
     """
     (T_max, J, D), W = outputs.own.shape, len(outputs.peers)
-    assert D % 32 == 0 and rows_XD.is_contiguous() and (score_grads is None) == (row_score_grads_R is None)
-    tile = pick_row_tile(D)
+    assert (score_grads is None) == (row_score_grads_R is None)
+    first, width = column_window(columns, D, rows_XD)
+    tile = pick_row_tile(width)
     grid = row_grid(rows_XD.device, tile, num_sms)
-    num_rows_1 = plan.row_start_P[-1:]
+    widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
     grads = (None if score_grads is None else score_grads.table_W, row_score_grads_R)
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
         num_slots = 1 if score_grads is None else score_grads.own.numel()
         _combine_pairs[grid](
-            outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, num_rows_1, rows_XD, start_1, stop_1,
-            num_slots, T_max * J,
-            D=D, PAIRS=tile.rows, W=W, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
+            outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, plan.num_routes_1, rows_XD, start_1,
+            stop_1, num_slots, T_max * J, first,
+            PAIRS=tile.rows, W=W, **widths, **tile.options, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
-            outputs.table_W, *grads, plan.row_to_slot_R, num_rows_1, rows_XD, start_1, stop_1, T_max * J,
-            W * plan.num_local_experts,
-            D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, **tile.options,
+            outputs.table_W, *grads, plan.row_to_slot_R, plan.row_start_P[-1:], rows_XD, start_1, stop_1, T_max * J,
+            first, W * plan.num_local_experts,
+            ROWS=tile.rows, **widths, **tile.options,
         )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Pulls from the peers' `tokens` and `scores` and writes local memory only. It runs after the wait on PUBLISHED, which
 acquires at system scope what every peer wrote before its signal. A peer writes there again only after its wait on
 COMBINED, which this rank signals after it has read. A row of x whose published score is -0.0 (score 0 and x not finite)
-is written as zeros, by select; dy is moved as it is.
+is written as zeros, by select; dy is moved as it is. Of a window of columns those alone are moved, to the first columns
+of the rows. Rows of padding (slot -1) are neither read nor written.
 
 Per route, each row is pulled; de-duplicated, each (source rank, token) is pulled once and written to all its rows. Both
 give the same bits. Grid: persistent programs over blocks of rows (of pairs), a block at a time in tiles of RowTile.
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from ._device import delay
 from ._launch import launched
-from ._rows import num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import column_window, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
 
@@ -26,15 +27,18 @@ def _dispatch_routes(
     scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
     row_to_slot_ptr,  # [R] int32
     num_rows_ptr,  # int32
-    rows_ptr,  # [X, D] bf16
+    rows_ptr,  # [X, PITCH] bf16
     start_ptr,  # int64
     row_scores_ptr,  # [R] fp32
     stop_ptr,  # int64
     T_max,
+    first_column,
     sources,  # stretches of rows that are of one source rank each
     HALF: tl.constexpr,  # 0: x, 1: dy
     K: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns that move
+    PITCH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -54,8 +58,8 @@ def _dispatch_routes(
         block = spread(turn, num_blocks, parts)
         delay(block)
         row = block * ROWS + tl.arange(0, ROWS)
-        in_use = row < num_rows
-        slot = tl.load(row_to_slot_ptr + row, mask=in_use, other=0)
+        slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
+        in_use = slot >= 0
         src = slot // (T_max * K)
         own_slot = slot - src * (T_max * K)
         score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, in_use, tl.float32, 4)
@@ -65,10 +69,10 @@ def _dispatch_routes(
         if HALF == 0:
             alive = in_use & (score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)
         token = HALF * T_max + own_slot // K
-        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D, in_use, tl.bfloat16, 16)
-        row_ptrs = rows_ptr + (start + row) * D
-        for d in range(0, D, BLOCK_D):
-            mask_d = (d + offs_d < D)[None, :]
+        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
+        row_ptrs = rows_ptr + (start + row) * PITCH
+        for d in range(0, WIDTH, BLOCK_D):
+            mask_d = (d + offs_d < WIDTH)[None, :]
             x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=alive[:, None] & mask_d, other=0.0)
             tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & mask_d)
 
@@ -83,16 +87,19 @@ def _dispatch_pairs(
     pair_start_ptr,  # [R] int32
     pair_output_ptr,  # [R] int32
     num_pairs_ptr,  # int32
-    num_rows_ptr,  # int32
-    rows_ptr,  # [X, D] bf16
+    num_routes_ptr,  # int32
+    rows_ptr,  # [X, PITCH] bf16
     start_ptr,  # int64
     row_scores_ptr,  # [R] fp32
     stop_ptr,  # int64
     T_max,
+    first_column,
     HALF: tl.constexpr,  # 0: x, 1: dy
     K: tl.constexpr,
     J: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns that move
+    PITCH: tl.constexpr,
     PAIRS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -105,7 +112,7 @@ def _dispatch_pairs(
     if tl.load(stop_ptr) != 0:
         return
     num_pairs = tl.load(num_pairs_ptr)
-    num_rows = tl.load(num_rows_ptr)
+    num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
@@ -115,7 +122,7 @@ def _dispatch_pairs(
         delay(block)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
-        first, count = pair_block(pair, num_pairs, num_rows, pair_start_ptr)
+        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
         most = tl.max(count, axis=0)
         output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
         src = output // (T_max * J)
@@ -127,9 +134,9 @@ def _dispatch_pairs(
             score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, here, tl.float32, 4)
             tl.store(row_scores_ptr + row, tl.load(score_ptrs, mask=here, other=0.0), mask=here)
         tl.debug_barrier()  # below, any thread of this program reads the scores that another one stored
-        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D, in_use, tl.bfloat16, 16)
-        for d in range(0, D, BLOCK_D):
-            mask_d = (d + offs_d < D)[None, :]
+        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
+        for d in range(0, WIDTH, BLOCK_D):
+            mask_d = (d + offs_d < WIDTH)[None, :]
             x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=in_use[:, None] & mask_d, other=0.0)
             for i in range(most):
                 here = i < count
@@ -138,33 +145,36 @@ def _dispatch_pairs(
                 if HALF == 0:
                     score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
                     value = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
-                row_ptrs = rows_ptr + (start + row) * D
+                row_ptrs = rows_ptr + (start + row) * PITCH
                 tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=here[:, None] & mask_d)
 
 
-def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, num_sms=None):
+def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, columns=None, num_sms=None):
     """Pull the rows routed to this rank into expert-major order, with their scores.
 
     Args:    plan: from route().  half: 0 pulls x, 1 pulls dy.  rows_XD: bf16 [X, D] over the activation buffer, of
              which only rows start_1 .. start_1 + number of rows are written.  row_scores_R: fp32 [R], written.
+             columns: (first, width) of the tokens, into the first columns of rows_XD, which may then be narrower than
+             D; multiples of 32. None: all.
     Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
     Source:  reference.dispatch.
     """
-    (T_max, K), D, W = scores.own.shape, rows_XD.shape[1], len(tokens.peers)
-    assert D % 32 == 0 and rows_XD.is_contiguous()
-    tile = pick_row_tile(D)
+    (T_max, K), D, W = scores.own.shape, tokens.own.shape[-1], len(tokens.peers)
+    first, width = column_window(columns, D, rows_XD)
+    tile = pick_row_tile(width)
     grid = row_grid(rows_XD.device, tile, num_sms)
-    num_rows_1 = plan.row_start_P[-1:]
-    into = (rows_XD, start_1, row_scores_R, stop_1, T_max)
+    into = (rows_XD, start_1, row_scores_R, stop_1, T_max, first)
+    widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
         J = min(K, W)
         _dispatch_pairs[grid](
-            tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, num_rows_1, *into,
-            HALF=half, K=K, J=J, D=D, PAIRS=tile.rows, W=W, BLOCK_D=tile.block_d, **tile.options,
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, plan.num_routes_1, *into,
+            HALF=half, K=K, J=J, PAIRS=tile.rows, W=W, **widths, **tile.options,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](
-            tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into, W * plan.num_local_experts,
-            HALF=half, K=K, D=D, ROWS=tile.rows, BLOCK_D=tile.block_d, **tile.options,
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, plan.row_start_P[-1:], *into,
+            W * plan.num_local_experts,
+            HALF=half, K=K, ROWS=tile.rows, **widths, **tile.options,
         )  # fmt: skip

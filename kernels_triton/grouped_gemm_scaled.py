@@ -36,6 +36,8 @@ from ._scaled import ATOM_C, ATOM_R, ELEMENTS
 from ._scaled_operands import e2m1_values, powers, row_tile, row_tile_ends, scale_codes, scaled_e2m1
 from .grouped_gemm import GROUP_M, MAX_ROW, _store_tile, _tile_place
 
+E2M1_UNIT = tl.constexpr(2.0**126)
+
 
 @dataclass(frozen=True)
 class Config(grouped_gemm.Config):
@@ -165,11 +167,13 @@ def _rows_times_weight_kernel(
                 acc = tl.dot(scaled_e2m1(a, a_codes, BLOCK_M, BLOCK_K), w.T, acc)
             else:
                 if E2M1:
-                    a = e2m1_values(a, BLOCK_M, BLOCK_K)
-                    w = e2m1_values(w, BLOCK_N, BLOCK_K)
+                    a = e2m1_values(a, BLOCK_M, BLOCK_K) * E2M1_UNIT
+                    w = e2m1_values(w, BLOCK_N, BLOCK_K) * E2M1_UNIT
                 acc += tl.dot(a, w.T) * (powers(a_codes) * tl.trans(powers(w_codes)))
         if TWO_LEVEL:
             rows = row + tl.arange(0, BLOCK_M)
+            if not SCALED_DOT:
+                acc *= 65536.0  # both operands are 2^-8 times what they stand for
             acc *= tl.load(a_outer_inv_ptr + rows, mask=rows < row_end, other=0.0)[:, None]
             acc *= tl.load(w_outer_inv_ptr + expert)
         out_col = col - first_column

@@ -4,6 +4,7 @@
                     every rank leaves room for the layers still to come, see _choose_kept
     scratch, down:  what the slot does not hold of x_RD, h1, h2 (g2), h3 (dy), by the actual number of rows; each
                     starts at a multiple of its row pitch
+Block-scaled, the columns of x stand for x_RD in a slot, and the scratch is that of planner.py's second table.
 
 Grid: one program, scalars and one vector over the ranks. Reads rank_rows_W of route, so every rank decides alike; reads
 and writes local memory only. Backward puts into the own header which forward it belongs to and what that kept; peers
@@ -13,7 +14,7 @@ verify it after PUBLISHED. The place record (words PLACE_*) holds start and stop
 import triton
 import triton.language as tl
 
-from dist_moe import shapes
+from dist_moe import formats, shapes
 from dist_moe.shapes import next_power_of_2
 
 from ._device import delay
@@ -21,7 +22,7 @@ from ._fault import set_fault
 from ._launch import launched
 
 KEEPS_X, KEEPS_H1, KEEPS_ROWS = (tl.constexpr(kept) for kept in (shapes.KEEPS_X, shapes.KEEPS_H1, shapes.KEEPS_ROWS))
-KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP_X, SKIP_H1 = (
+KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP_X, SKIP_H1, SKIP_COLUMNS = (
     tl.constexpr(word)
     for word in (
         shapes.PLACE_KEPT,
@@ -35,6 +36,21 @@ KEPT, SLOT, LAYER, EPOCH, X, XR, H1, H2, H3, SKIP_X, SKIP_H1 = (
         shapes.PLACE_H3,
         shapes.PLACE_SKIP_X,
         shapes.PLACE_SKIP_H1,
+        shapes.PLACE_SKIP_COLUMNS,
+    )
+)
+ROW_SCALES, OUTER, G1_ROWS, G2, X_COLUMNS, DY_COLUMNS, H2_COLUMNS, G1_COLUMNS, STAGE = (
+    tl.constexpr(word)
+    for word in (
+        shapes.PLACE_ROW_SCALES,
+        shapes.PLACE_OUTER,
+        shapes.PLACE_G1_ROWS,
+        shapes.PLACE_G2,
+        shapes.PLACE_X_COLUMNS,
+        shapes.PLACE_DY_COLUMNS,
+        shapes.PLACE_H2_COLUMNS,
+        shapes.PLACE_G1_COLUMNS,
+        shapes.PLACE_STAGE,
     )
 )
 HEADER_KEPT, HEADER_SLOT, HEADER_LAYER, HEADER_FORWARD = (
@@ -54,18 +70,40 @@ STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SCRATCH, STATS_SLOTS
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
 FAULT_SLOT_ROOM = tl.constexpr(shapes.FAULT_SLOT_ROOM)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
+ATOM_R = tl.constexpr(formats.SCALE_ATOM[0])
+ATOM_C = tl.constexpr(formats.SCALE_ATOM[1])
 
 
 @triton.jit
-def _kept_bytes(kept, rows, D, F, x_bytes):
-    """Bytes of a layer in a slot; a row more of x_RD and h1, because a start is rounded up to the row pitch."""
-    x = tl.where(kept == KEEPS_ROWS, (rows + 1) * (2 * D), x_bytes)
-    h1 = tl.where(kept == KEEPS_X, 0, (rows + 1) * (4 * F))
-    return (x + h1 + 127) // 128 * 128
+def _round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
 
 
 @triton.jit
-def _choose_kept(used, rows, mask, still_to_come, D, F, slot_bytes, x_bytes, x_h1_bytes):
+def _column_scales(rows, width, BLOCK: tl.constexpr):
+    """Bytes of the scales of a column bundle."""
+    return rows // BLOCK * _round_up(width, ATOM_R)
+
+
+@triton.jit
+def _kept_bytes(kept, rows, D, F, x_bytes, BLOCK: tl.constexpr):
+    """Bytes of a layer in a slot; a row more of x_RD and h1, because a start is rounded up to the row pitch.
+
+    Block-scaled h1's row more has 128 bytes to spare, behind scales that are aligned by themselves.
+    Example (D = F = 32, 128 rows): 129 * 64 + 129 * 128 = 24768 -> 24832; in blocks of 32, 129 * 32 + 129 * 128 + 4 *
+    128 = 21152 -> 21120.
+    """
+    h1 = (rows + 1) * (4 * F)
+    if BLOCK == 0:
+        full = _round_up((rows + 1) * (2 * D) + h1, 128)
+    else:
+        full = ((rows + 1) * D + h1 + _column_scales(rows, D, BLOCK)) // 128 * 128
+    x_h1 = _round_up(x_bytes + tl.where(kept == KEEPS_X, 0, h1), 128)
+    return tl.where(kept == KEEPS_ROWS, full, x_h1)
+
+
+@triton.jit
+def _choose_kept(used, rows, mask, still_to_come, D, F, slot_bytes, x_bytes, x_h1_bytes, BLOCK: tl.constexpr):
     """The most that a layer may keep: rows while the layers to come can keep x and h1 at balanced rows, or where rows
     take no more than x and h1 do; h1 while those can keep x.
 
@@ -73,8 +111,8 @@ def _choose_kept(used, rows, mask, still_to_come, D, F, slot_bytes, x_bytes, x_h
     rows make 1920 bytes of rows, 1920 + 896 <= 3072: KEEPS_ROWS. 11 rows make 2304, and 1792 of x and h1, 1792 + 256 <=
     3072: KEEPS_H1. 20 rows make 2944 of x and h1: KEEPS_X.
     """
-    full = _kept_bytes(KEEPS_ROWS, rows, D, F, x_bytes)
-    x_h1 = _kept_bytes(KEEPS_H1, rows, D, F, x_bytes)
+    full = _kept_bytes(KEEPS_ROWS, rows, D, F, x_bytes, BLOCK)
+    x_h1 = _kept_bytes(KEEPS_H1, rows, D, F, x_bytes, BLOCK)
     full_end = tl.max(tl.where(mask, used + full, 0))
     x_h1_end = tl.max(tl.where(mask, used + x_h1, 0))
     rows_are_less = tl.max(tl.where(mask, full - x_h1, 0)) <= 0
@@ -120,6 +158,73 @@ def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.conste
 
 
 @triton.jit
+def _place_scaled_scratch(
+    place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
+    BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, OUTER_SCALES: tl.constexpr,
+    TRAINING: tl.constexpr,
+):  # fmt: skip
+    """As _place_scratch, the regions of planner.py's second table, scales first.
+
+    Example: D = F = 32, training in blocks of 32 one-byte values, 80000 bytes, 128 rows, no stage. Five regions of
+    scales take 512 bytes each: ROW_SCALES = 79488, of the columns of x, dy, h2, g1 78976, 78464, 77952, 77440. H1 = 477
+    (byte 61056), below it the rows XR = 1780, H2 = 1780, G1_ROWS = 826; H3 = 697 (byte 44608) with the columns of x and
+    dy, 1394 and 1522; those of g1 569, G2 = 441, of h2 754 (byte 24128): 55872 bytes.
+    """
+    end = total_bytes.to(tl.int64)
+    widest = tl.maximum(D, 2 * F if TRAINING else F)
+    end -= rows * _round_up(widest // BLOCK, ATOM_C)
+    tl.store(place_ptr + ROW_SCALES, end)
+    if OUTER_SCALES:
+        end -= rows * 4
+        tl.store(place_ptr + OUTER, end // 4)
+    if TRAINING:
+        if kept != KEEPS_ROWS:
+            end -= _column_scales(rows, D, BLOCK)
+            tl.store(place_ptr + X_COLUMNS + 1, end)
+        end -= _column_scales(rows, D, BLOCK)
+        tl.store(place_ptr + DY_COLUMNS + 1, end)
+        end -= _column_scales(rows, F, BLOCK)
+        tl.store(place_ptr + H2_COLUMNS + 1, end)
+        end -= _column_scales(rows, 2 * F, BLOCK)
+        tl.store(place_ptr + G1_COLUMNS + 1, end)
+    h1_end = end
+    if kept == KEEPS_X:
+        h1 = _take(end, rows, 4 * F)
+        tl.store(place_ptr + H1, h1)
+        end = h1 * (4 * F)
+    if not TRAINING:
+        h3 = _take(h1_end, rows, 2 * output_columns)
+        tl.store(place_ptr + H3, h3)
+        end = tl.minimum(end, h3 * (2 * output_columns))
+
+    tl.store(place_ptr + XR, _take(end, rows, D // PER_BYTE))
+    tl.store(place_ptr + H2, _take(end, rows, F // PER_BYTE))
+    if TRAINING:
+        tl.store(place_ptr + G1_ROWS, _take(end, rows, 2 * F))
+    end -= (rows + 1) * (widest // PER_BYTE)
+
+    if TRAINING:
+        h3 = _take(end, rows, 2 * D)
+        tl.store(place_ptr + H3, h3)
+        if kept != KEEPS_ROWS:
+            tl.store(place_ptr + X_COLUMNS, 2 * h3)
+        tl.store(place_ptr + DY_COLUMNS, 2 * h3 + rows)
+        stage_end = h3 * (2 * D)
+        g1 = _take(stage_end, rows, 2 * F)
+        g2 = g1 - rows
+        h2 = 2 * g2 - rows
+        tl.store(place_ptr + G1_COLUMNS, g1)
+        tl.store(place_ptr + G2, g2)
+        tl.store(place_ptr + H2_COLUMNS, h2)
+        end = h2 * F
+        if stage > 0:
+            first = _take(stage_end, rows, 2 * stage)
+            tl.store(place_ptr + STAGE, first)
+            end = tl.minimum(end, first * (2 * stage))
+    return total_bytes - end
+
+
+@triton.jit
 def _add(ptr, value):
     tl.store(ptr, tl.load(ptr) + value)
 
@@ -133,7 +238,7 @@ def _raise_to(ptr, value):
 @triton.jit(do_not_specialize=["rank", "slot", "depth"])
 def _plan_forward(
     rank_rows_ptr,  # [W] int64
-    row_start_ptr,  # [L + 1] int32
+    num_rows_ptr,  # [L] int32
     call_ptr,
     slot_used_ptr,  # [N, W] int64
     slot_layers_ptr,  # [N] int64
@@ -154,8 +259,13 @@ def _plan_forward(
     x_bytes,
     x_h1_bytes,
     total_bytes,
+    stage,
+    output_columns,
     SAVE: tl.constexpr,
     TRAINING: tl.constexpr,
+    BLOCK: tl.constexpr,  # values of a scale; 0: bf16
+    PER_BYTE: tl.constexpr,
+    OUTER_SCALES: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
@@ -170,6 +280,8 @@ def _plan_forward(
     tl.store(place_ptr + KEPT, KEEPS_X)
     tl.store(place_ptr + SKIP_X, 1)
     tl.store(place_ptr + SKIP_H1, 1)
+    if BLOCK > 0:
+        tl.store(place_ptr + SKIP_COLUMNS, 1)
     if tl.load(fault_ptr) != 0:
         return
     rows = tl.load(rank_rows_ptr + rank)
@@ -185,18 +297,24 @@ def _plan_forward(
         if tl.max(used) + (depth - layer) * x_bytes > slot_bytes:
             set_fault(fault_ptr, FAULT_SLOT_ROOM, rank, slot, layer, depth)
             return
-        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes)
+        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes, BLOCK)
         start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
         if kept == KEEPS_ROWS:
-            xr = (start + 2 * D - 1) // (2 * D)
-            tl.store(place_ptr + XR, xr)
-            start = (xr + rows) * (2 * D)
+            if BLOCK == 0:
+                xr = (start + 2 * D - 1) // (2 * D)
+                tl.store(place_ptr + XR, xr)
+                start = (xr + rows) * (2 * D)
+            else:
+                tl.store(place_ptr + X_COLUMNS + 1, start)
+                start += _column_scales(rows, D, BLOCK)
+                h1_end = _round_up(start, 4 * F) + rows * (4 * F)
+                tl.store(place_ptr + X_COLUMNS, (h1_end + D - 1) // D)
         else:
             tl.store(place_ptr + X, start // 2)
             start += x_bytes
         if kept != KEEPS_X:
             tl.store(place_ptr + H1, (start + 4 * F - 1) // (4 * F))
-        used += _kept_bytes(kept, rows_W, D, F, x_bytes)
+        used += _kept_bytes(kept, rows_W, D, F, x_bytes, BLOCK)
         tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
         _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
         _add(stats_ptr + STATS_KEPT + kept, 1)
@@ -204,6 +322,8 @@ def _plan_forward(
         tl.store(place_ptr + KEPT, kept)
         tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
         tl.store(place_ptr + SKIP_H1, (kept != KEEPS_X).to(tl.int64))
+        if BLOCK > 0:
+            tl.store(place_ptr + SKIP_COLUMNS, (kept != KEEPS_ROWS).to(tl.int64))
         tl.store(place_ptr + SLOT, slot)
         tl.store(place_ptr + LAYER, layer)
         call = tl.load(call_ptr)
@@ -214,10 +334,16 @@ def _plan_forward(
         _add(stats_ptr + STATS_ROWS, rows)
         _raise_to(stats_ptr + STATS_MOST_ROWS, rows)
         e = tl.arange(0, BLOCK_L)
-        count = tl.load(row_start_ptr + e + 1, mask=e < L, other=0) - tl.load(row_start_ptr + e, mask=e < L, other=0)
+        count = tl.load(num_rows_ptr + e, mask=e < L, other=0)
         expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
         tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
-    _raise_to(stats_ptr + STATS_SCRATCH, _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING))
+    if BLOCK == 0:
+        scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
+    else:
+        scratch = _place_scaled_scratch(
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
+        )
+    _raise_to(stats_ptr + STATS_SCRATCH, scratch)
 
 
 @launched
@@ -240,7 +366,12 @@ def _plan_backward(
     F,
     x_bytes,
     total_bytes,
+    stage,
+    output_columns,
     TRAINING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    OUTER_SCALES: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """One program. A layer that is not the newest of its slot, or of another epoch, is a fault.
@@ -264,7 +395,7 @@ def _plan_backward(
     w = tl.arange(0, BLOCK_W)
     rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
     used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
-    tl.store(slot_used_ptr + slot * W + w, used - _kept_bytes(kept, rows_W, D, F, x_bytes), mask=w < W)
+    tl.store(slot_used_ptr + slot * W + w, used - _kept_bytes(kept, rows_W, D, F, x_bytes, BLOCK), mask=w < W)
     tl.store(slot_layers_ptr + slot, newest)
     tl.store(place_ptr + KEPT, kept)
     tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
@@ -279,12 +410,27 @@ def _plan_backward(
     tl.store(place_ptr + X, tl.load(saved_place_ptr + X))
     tl.store(place_ptr + XR, tl.load(saved_place_ptr + XR))
     tl.store(place_ptr + H1, tl.load(saved_place_ptr + H1))
-    _place_scratch(place_ptr, tl.load(rank_rows_ptr + rank), kept, total_bytes, D, F, TRAINING)
+    rows = tl.load(rank_rows_ptr + rank)
+    if BLOCK == 0:
+        _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
+    else:
+        tl.store(place_ptr + X_COLUMNS, tl.load(saved_place_ptr + X_COLUMNS))
+        tl.store(place_ptr + X_COLUMNS + 1, tl.load(saved_place_ptr + X_COLUMNS + 1))
+        _place_scaled_scratch(
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
+        )
+
+
+def _format_options(geometry: shapes.Geometry) -> dict:
+    format = geometry.format
+    if format is None:
+        return {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False}
+    return {"BLOCK": format.block, "PER_BYTE": format.values_per_byte, "OUTER_SCALES": format.two_level}
 
 
 def plan_forward(
     rank_rows_W,
-    row_start_P,
+    num_rows_L,
     *,
     rank,
     slot,
@@ -303,11 +449,11 @@ def plan_forward(
 
     Args:  save: whether a backward will follow; without it the slots are not touched.
     """
-    g, W, L = geometry, rank_rows_W.numel(), row_start_P.numel() - 1
+    g, W, L = geometry, rank_rows_W.numel(), num_rows_L.numel()
     assert not save or 0 <= slot < slot_layers_N.numel(), (slot, slot_layers_N.numel())
     _plan_forward[(1,)](
         rank_rows_W,
-        row_start_P,
+        num_rows_L,
         call_1,
         slot_used_NW,
         slot_layers_N,
@@ -328,8 +474,11 @@ def plan_forward(
         g.x_bytes,
         g.x_h1_bytes,
         g.total_bytes,
+        g.stage_columns,
+        g.output_columns,
         SAVE=save,
         TRAINING=g.training,
+        **_format_options(g),
         BLOCK_W=next_power_of_2(W),
         BLOCK_L=next_power_of_2(L),
         num_warps=1,
@@ -370,7 +519,10 @@ def plan_backward(
         g.intermediate_dim,
         g.x_bytes,
         g.total_bytes,
+        g.stage_columns,
+        g.output_columns,
         TRAINING=g.training,
+        **_format_options(g),
         BLOCK_W=next_power_of_2(W),
         num_warps=1,
     )

@@ -1,6 +1,6 @@
 """publish: this rank's rows, resolved routes and header into its own symmetric regions.
 
-    tokens[half, t] = x[t]
+    tokens[half, t] = x[t]          unless packed: then pack_rows has written the quantised rows
     ids[t, k], scores[t, k] = resolved routes (reference.resolve_routes)
     header = version, configuration, call, kind, T, 0
 
@@ -73,7 +73,7 @@ def _publish(
     ids_ptr,  # [T, K] int32 or int64
     scores_ptr,  # [T, K] bf16 or fp32
     check_ptr,  # [T, D] bf16
-    tokens_ptr,  # [T_max, D] bf16, own half
+    tokens_ptr,  # [T_max, D] bf16, own half, or None
     out_ids_ptr,  # [T_max, K] int16
     out_scores_ptr,  # [T_max, K] fp32
     header_ptr,
@@ -124,10 +124,11 @@ def _publish(
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         mask_td = mask_t[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + t[:, None] * x_stride_t + d[None, :], mask=mask_td, other=0.0)
-        tl.store(tokens_ptr + t[:, None] * D + d[None, :], x, mask=mask_td)
+        if tokens_ptr is not None:
+            x = tl.load(x_ptr + t[:, None] * x_stride_t + d[None, :], mask=mask_td, other=0.0)
+            tl.store(tokens_ptr + t[:, None] * D + d[None, :], x, mask=mask_td)
         if check:
-            if CHECK_IS_X:
+            if CHECK_IS_X and tokens_ptr is not None:
                 broken_T |= _not_finite(x)
             else:
                 checked = tl.load(check_ptr + t[:, None] * check_stride_t + d[None, :], mask=mask_td, other=0.0)
@@ -173,11 +174,13 @@ def publish(
     ids,
     scores,
     stop_1,
+    packed=False,
 ):
     """Publish one call; see reference.publish.
 
     Args:   x_TD, check_TD: bf16, unit inner stride, any row stride.  ids_TK: int32 or int64, any strides.
             scores_TK: bf16 or fp32, any strides.  check_TD may be x_TD itself, which saves reading it again.
+            packed: x is not copied, `half` and the values of x_TD are not used.
     Order:  local; the signal PUBLISHED comes after.
     """
     T, D = x_TD.shape
@@ -190,7 +193,7 @@ def publish(
         ids_TK,
         scores_TK,
         check_TD,
-        tokens.own[half],
+        None if packed else tokens.own[half],
         ids.own,
         scores.own,
         header.own,

@@ -1,6 +1,7 @@
 """route: from all ranks' resolved ids to this rank's row maps, by a counting sort in three launches.
 
-    row(t, e) = row_start[e] + routes to e of all (source rank, token) before t
+    row(t, e)    = row_start[e] + routes to e of all (source rank, token) before t
+    row_start[e] = sum over local experts before e of align(routes to them, row_alignment)
 
 A block is BLOCK_T consecutive tokens of one source rank; blocks are ordered by source rank, then token. A token names
 an expert at most once (publish resolves repetitions), so in a block a route comes after as many routes of its expert
@@ -10,6 +11,9 @@ touches data, and each launch needs only what earlier launches wrote.
     _count  grid (blocks,)               pulls the ids of a block from its rank, counts them by expert and by owner
     _scan   grid (expert tiles + 1,)     prefix sums over the blocks; the last program adds up ranks and finds faults
     _place  grid (blocks, expert tiles)  writes the maps
+With a row_alignment what a rank holds depends on the routes to each of its experts. So _count counts by expert of any
+rank, further programs of _scan add them up, and a fourth launch comes before _place:
+    _align  grid (1,)                    aligned starts, rows of all ranks, overflow
 Reads peers' `ids` and `header` after the wait PUBLISHED; writes local memory only. Every rank finds the same faults.
 """
 
@@ -40,9 +44,11 @@ NO_SLOT = tl.constexpr(shapes.MAX_ROUTES)  # larger than any slot number
 class Config:
     block_t: int  # tokens of a block
     block_k: int  # K as a power of two
-    count_e: int  # experts of one histogram in _count
+    count_e: int  # local experts of one histogram in _count
+    count_g: int  # groups of one histogram in _count
     count_warps: int
     place_e: int  # experts of one program of _place
+    align_l: int  # experts of each rank in one step of _align
     scan_b: int  # blocks and columns of one step of _scan
     scan_e: int = 8
     scan_warps: int = 8
@@ -50,7 +56,7 @@ class Config:
 
 
 @functools.cache
-def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
+def pick_config(W: int, T_max: int, K: int, L: int, num_groups: int) -> Config:
     """Blocks of up to 64 tokens and 4096 slots; _place in tiles of 64 tokens x 16 experts.
 
     Fewer tokens a block make the table blocks x L, which _scan reads, larger than the ids; more leave too few programs
@@ -65,8 +71,10 @@ def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
         block_t=block_t,
         block_k=block_k,
         count_e=min(max(experts, 32), 256),
+        count_g=min(max(next_power_of_2(num_groups), 32), 256),
         count_warps=4 if block_k <= 4096 else 16,
         place_e=min(experts, 16),
+        align_l=min(experts, max(2048 // next_power_of_2(W), 1)),
         scan_b=min(max(next_power_of_2(num_blocks), 32), 512),
     )
 
@@ -78,7 +86,7 @@ def _count(
     header_table_ptr,  # [W] addresses of int64 words
     ids_ptr,  # [W, T_max, K] int16, local copy
     below_ptr,  # [blocks, L + 1] int32: routes of the block to local experts below e
-    owner_rows_ptr,  # [blocks, W] int32: routes of the block by owner
+    group_rows_ptr,  # [blocks, groups] int32: routes of the block by group of experts
     pairs_ptr,  # [blocks] int32: tokens of the block with a route here
     invalid_ptr,  # [blocks] int32: first slot of the block with an invalid id, or NO_SLOT
     fault_ptr,
@@ -87,16 +95,17 @@ def _count(
     L,
     T_max,
     blocks_of_rank,
+    group_size,  # experts of a group: L, so that it is an owner, or 1
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     """Grid (blocks,).
 
-    Example (W = 2, rank 1, L = 2, K = 2), a block with tokens [3, 2] and [0, 3]: below = [0, 1, 3], owner_rows =
-    [1, 3], pairs = 2, invalid = NO_SLOT.
+    Example (W = 2, rank 1, L = 2, K = 2), a block with tokens [3, 2] and [0, 3]: below = [0, 1, 3], group_rows =
+    [1, 3] by owner and [1, 0, 1, 2] by expert, pairs = 2, invalid = NO_SLOT.
     """
     if tl.load(fault_ptr) != 0:
         return
@@ -121,10 +130,14 @@ def _count(
     tl.store(pairs_ptr + block, tl.sum(tl.max(own.to(tl.int32), axis=1)))
 
     ids = tl.reshape(ids, [BLOCK_T * BLOCK_K])
-    owner = tl.where(ids >= 0, ids // L, 0)
-    w = tl.arange(0, BLOCK_W)
-    owner_rows = tl.histogram(owner, BLOCK_W, mask=ids >= 0)
-    tl.store(owner_rows_ptr + block * W + w, owner_rows, mask=w < W)
+    group = ids // group_size
+    num_groups = W * L // group_size
+    group_rows_row = group_rows_ptr + block.to(tl.int64) * num_groups
+    for g0 in range(0, num_groups, BLOCK_G):
+        g = g0 + tl.arange(0, BLOCK_G)
+        here = (ids >= g0 * group_size) & (ids < (g0 + BLOCK_G) * group_size)
+        routes = tl.histogram(tl.where(here, group - g0, 0), BLOCK_G, mask=here)
+        tl.store(group_rows_row + g, routes, mask=g < num_groups)
 
     local = ids - rank * L
     below_row = below_ptr + block.to(tl.int64) * (L + 1)
@@ -138,39 +151,69 @@ def _count(
     tl.store(below_row + L, below)
 
 
+@triton.jit
+def column_sums(table_ptr, column, num_columns, num_blocks, STEP: tl.constexpr):
+    """Sums over the blocks of the given columns of a table [blocks, num_columns] of int32; 0 past its last column."""
+    sums = tl.zeros(column.shape, dtype=tl.int32)
+    for b0 in range(0, num_blocks, STEP):
+        b = (b0 + tl.arange(0, STEP))[:, None]
+        mask = (b < num_blocks) & (column < num_columns)[None, :]
+        sums += tl.sum(tl.load(table_ptr + b.to(tl.int64) * num_columns + column[None, :], mask=mask, other=0), axis=0)
+    return sums
+
+
+@triton.jit
+def check_capacity(rank_rows, w, capacity, fault_ptr):
+    """An overflow is the fault of the lowest rank with the most rows."""
+    most = tl.max(rank_rows)
+    if most > capacity:
+        set_fault(fault_ptr, FAULT_OVERFLOW, tl.min(tl.where(rank_rows == most, w, NO_SLOT)), most, capacity, 0)
+
+
 @launched
 @triton.jit
 def _scan(
     below_ptr,
-    owner_rows_ptr,
+    group_rows_ptr,
     pairs_ptr,
     invalid_ptr,
     earlier_ptr,  # [blocks, L] int32: rows of e from earlier blocks
     first_pair_ptr,  # [blocks] int32
     first_route_ptr,  # [blocks] int32
     row_start_ptr,  # [L + 1] int32
-    rank_rows_ptr,  # [W] int64
+    num_rows_ptr,  # [L] int32
+    group_sums_ptr,  # [W] int64, rows of the ranks; with an alignment [E] int32, rows of the experts
+    num_routes_ptr,
     num_pairs_ptr,
     fault_ptr,
-    W,
+    num_groups,
     L,
     num_blocks,
     slots_of_rank,
     capacity,
     K: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Grid (tiles of the L + 1 columns of `below`, then one program for what has one number a block).
+    """Grid (tiles of the L + 1 columns of `below`, one program for what has one number a block, and if ALIGNED tiles of
+    the columns of `group_rows`).
 
     Example (W = 1, L = 2), blocks with below [0, 1, 3] and [0, 2, 2]: row_start = [0, 3, 5] is the sum of the columns;
-    expert 0 has 1 and 2 rows, expert 1 2 and 0, so earlier = [0, 0] and [1, 2]; first_route = [0, 3]. With pairs 2 and
-    2: first_pair = [0, 2], num_pairs = 4.
+    expert 0 has 1 and 2 rows, expert 1 2 and 0, so earlier = [0, 0] and [1, 2], num_rows = [3, 2]; first_route =
+    [0, 3], num_routes = 5. With pairs 2 and 2: first_pair = [0, 2], num_pairs = 4.
     """
     if tl.load(fault_ptr) != 0:
         return
-    if tl.program_id(0) < tl.num_programs(0) - 1:
+    tile = tl.program_id(0) - tl.cdiv(L + 1, BLOCK_E)  # of `group_rows`, after the program for single numbers
+    if ALIGNED:
+        if tile > 0:
+            g = (tile - 1) * BLOCK_E + tl.arange(0, BLOCK_E)
+            sums = column_sums(group_rows_ptr, g, num_groups, num_blocks, BLOCK_B)
+            tl.store(group_sums_ptr + g, sums, mask=g < num_groups)
+            return
+    if tile < 0:
         e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
         start = tl.zeros([BLOCK_E], dtype=tl.int32)
         earlier = tl.zeros([BLOCK_E], dtype=tl.int32)
@@ -186,10 +229,9 @@ def _scan(
             start += tl.sum(below, axis=0)
             earlier += tl.sum(rows, axis=0)
         tl.store(row_start_ptr + e, start[None, :], mask=e <= L)
+        tl.store(num_rows_ptr + e, earlier[None, :], mask=e < L)
         return
 
-    w = tl.arange(0, BLOCK_W)
-    rank_rows = tl.zeros([BLOCK_W], dtype=tl.int64)
     invalid, num_pairs, num_routes = NO_SLOT, 0, 0
     for b0 in range(0, num_blocks, BLOCK_B):
         b = b0 + tl.arange(0, BLOCK_B)
@@ -201,19 +243,55 @@ def _scan(
         num_pairs += tl.sum(pairs)
         num_routes += tl.sum(routes)
         invalid = tl.minimum(invalid, tl.min(tl.load(invalid_ptr + b, mask=mask, other=NO_SLOT)))
-    for b0 in range(0, num_blocks, BLOCK_B * BLOCK_E // BLOCK_W):
-        b = (b0 + tl.arange(0, BLOCK_B * BLOCK_E // BLOCK_W))[:, None]
-        mask = (b < num_blocks) & (w < W)[None, :]
-        rank_rows += tl.sum(tl.load(owner_rows_ptr + b * W + w[None, :], mask=mask, other=0), axis=0)
     tl.store(num_pairs_ptr, num_pairs)
-    tl.store(rank_rows_ptr + w, rank_rows, mask=w < W)
-
-    most = tl.max(rank_rows)
+    tl.store(num_routes_ptr, num_routes)
     if invalid != NO_SLOT:
         slot = invalid % slots_of_rank
         set_fault(fault_ptr, FAULT_INVALID_ID, invalid // slots_of_rank, slot // K, slot % K, 0)
-    elif most > capacity:
-        set_fault(fault_ptr, FAULT_OVERFLOW, tl.min(tl.where(rank_rows == most, w, BLOCK_W)), most, capacity, 0)
+    if not ALIGNED:
+        w = tl.arange(0, BLOCK_W)
+        rank_rows = column_sums(group_rows_ptr, w, num_groups, num_blocks, BLOCK_B * BLOCK_E // BLOCK_W).to(tl.int64)
+        tl.store(group_sums_ptr + w, rank_rows, mask=w < num_groups)
+        check_capacity(rank_rows, w, capacity, fault_ptr)
+
+
+@launched
+@triton.jit(do_not_specialize=["rank"])
+def _align(
+    expert_rows_ptr,  # [E] int32
+    row_start_ptr,  # [L + 1] int32
+    rank_rows_ptr,  # [W] int64
+    fault_ptr,
+    rank,
+    W,
+    L,
+    capacity,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Grid (1,).
+
+    Example (W = 2, rank 1, L = 2, alignment 4): experts with 3, 0 | 2 and 5 rows give rank_rows = [4, 12] and
+    row_start = [0, 4, 12].
+    """
+    if tl.load(fault_ptr) != 0:
+        return
+    w = tl.arange(0, BLOCK_W)
+    rank_rows = tl.zeros([BLOCK_W], dtype=tl.int64)
+    start = 0
+    for e0 in range(0, L, BLOCK_L):
+        e = e0 + tl.arange(0, BLOCK_L)
+        mask = (w < W)[:, None] & (e < L)[None, :]
+        rows = tl.load(expert_rows_ptr + w[:, None] * L + e[None, :], mask=mask, other=0)
+        rows = tl.cdiv(rows, ALIGNMENT) * ALIGNMENT
+        rank_rows += tl.sum(rows.to(tl.int64), axis=1)
+        own = tl.sum(tl.where((w == rank)[:, None], rows, 0), axis=0)
+        tl.store(row_start_ptr + e, start + tl.cumsum(own) - own, mask=e < L)
+        start += tl.sum(own)
+    tl.store(row_start_ptr + L, start)
+    tl.store(rank_rows_ptr + w, rank_rows, mask=w < W)
+    check_capacity(rank_rows, w, capacity, fault_ptr)
 
 
 @launched
@@ -225,6 +303,7 @@ def _place(
     first_pair_ptr,
     first_route_ptr,
     row_start_ptr,
+    num_rows_ptr,
     row_to_slot_ptr,  # [R] int32, like the three below
     pair_rows_ptr,
     pair_start_ptr,
@@ -236,12 +315,13 @@ def _place(
     blocks_of_rank,
     J,
     K: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_W: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Grid (blocks, tiles of local experts); tile 0 also writes the tables by pair.
+    """Grid (blocks, tiles of local experts); tile 0 also writes the tables by pair, block 0 the rows of padding.
 
     Example (L = 2, K = 2, rank 0), the first block, tokens [0, 1], [1, -1] and [1, 0], with row_start [0, 2, 5]:
     the columns of experts 0 and 1 are [1, 0, 1] and [1, 1, 1], so the routes have rows 0, 2 | 3 | 4, 1; row_to_slot =
@@ -251,6 +331,13 @@ def _place(
         return
     block = tl.program_id(0)
     e0 = tl.program_id(1) * BLOCK_E
+    e = e0 + tl.arange(0, BLOCK_E)
+    if ALIGNMENT > 1:
+        if block == 0:
+            padding = tl.load(row_start_ptr + e, mask=e < L, other=0) + tl.load(num_rows_ptr + e, mask=e < L, other=0)
+            padding = padding[:, None] + tl.arange(0, ALIGNMENT)[None, :]
+            end = tl.load(row_start_ptr + e + 1, mask=e < L, other=0)
+            tl.store(row_to_slot_ptr + padding, -1, mask=padding < end[:, None])
     below_row = below_ptr + block.to(tl.int64) * (L + 1)
     last_e = tl.where(e0 == 0, L, tl.minimum(e0 + BLOCK_E, L))  # tile 0 is there for the pairs of the whole block
     if tl.load(below_row + last_e) == tl.load(below_row + e0):
@@ -262,7 +349,6 @@ def _place(
     ids_row = ids_ptr + token.to(tl.int64) * K
 
     # What the slot of t that names e says: 1 + k, and in the upper half how many slots before it lead here; else 0.
-    e = e0 + tl.arange(0, BLOCK_E)
     named = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.int32)
     num_own = tl.zeros([BLOCK_T], dtype=tl.int32)
     for k0 in range(0, K, UNROLL):
@@ -297,16 +383,19 @@ def _place(
         tl.store(pair_output_ptr + pair, token * J + lower_ranks, mask=num_own > 0)
 
 
-def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePlan:
+def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fault_F) -> RoutePlan:
     """The row maps of this rank; see RoutePlan. Leaves them unwritten when a fault is set or found.
 
     Args:    ids, header: regions; sizes are taken from them.  capacity_rows: R, rows of the tables.
-    Returns: a new RoutePlan; three launches, none of which waits for the host.
+             row_alignment: a power of two of which every local expert begins at a multiple.
+    Returns: a new RoutePlan; three launches, four with an alignment, none of which waits for the host.
     Order:   reads peers after the wait PUBLISHED and before this rank's signal COMBINED.
     """
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
     L = num_experts // W
-    config = pick_config(W, T_max, K, L)
+    aligned = row_alignment > 1
+    num_groups = num_experts if aligned else W
+    config = pick_config(W, T_max, K, L, num_groups)
     blocks_of_rank = cdiv(T_max, config.block_t)
     num_blocks = W * blocks_of_rank
 
@@ -315,7 +404,9 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
 
     plan = RoutePlan(
         row_start_P=table(L + 1),
+        num_rows_L=table(L),
         rank_rows_W=table(W, dtype=torch.int64),
+        num_routes_1=table(1),
         num_pairs_1=table(1),
         row_to_slot_R=table(capacity_rows),
         pair_rows_R=table(capacity_rows),
@@ -324,8 +415,8 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
     )
     # What the launches tell each other, in one allocation; every part starts at a multiple of 16 bytes.
     B, ids_words = align(num_blocks, 4), align(cdiv(W * T_max * K, 2), 4)
-    sizes = [ids_words, B * (L + 1), B * L, B * W, B, B, B, B]
-    own_ids, below_BP, earlier_BL, owner_rows_BW, *by_block = table(sum(sizes)).split_with_sizes(sizes)
+    sizes = [ids_words, B * (L + 1), B * L, B * num_groups, B, B, B, B, num_experts if aligned else 0]
+    own_ids, below_BP, earlier_BL, group_rows_BG, *by_block, expert_rows_E = table(sum(sizes)).split_with_sizes(sizes)
     ids_WTK, (pairs_B, invalid_B, first_pair_B, first_route_B) = own_ids.view(torch.int16), by_block
 
     _count[(num_blocks,)](
@@ -333,7 +424,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         header.table_W,
         ids_WTK,
         below_BP,
-        owner_rows_BW,
+        group_rows_BG,
         pairs_B,
         invalid_B,
         fault_F,
@@ -342,36 +433,54 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         L,
         T_max,
         blocks_of_rank,
+        1 if aligned else L,
         K=K,
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
         BLOCK_E=config.count_e,
-        BLOCK_W=max(32, next_power_of_2(W)),
+        BLOCK_G=config.count_g,
         num_warps=config.count_warps,
     )
-    _scan[(cdiv(L + 1, config.scan_e) + 1,)](
+    _scan[(cdiv(L + 1, config.scan_e) + 1 + (cdiv(num_experts, config.scan_e) if aligned else 0),)](
         below_BP,
-        owner_rows_BW,
+        group_rows_BG,
         pairs_B,
         invalid_B,
         earlier_BL,
         first_pair_B,
         first_route_B,
         plan.row_start_P,
-        plan.rank_rows_W,
+        plan.num_rows_L,
+        expert_rows_E if aligned else plan.rank_rows_W,
+        plan.num_routes_1,
         plan.num_pairs_1,
         fault_F,
-        W,
+        num_groups,
         L,
         num_blocks,
         T_max * K,
         capacity_rows,
         K=K,
+        ALIGNED=aligned,
         BLOCK_B=config.scan_b,
         BLOCK_E=config.scan_e,
         BLOCK_W=next_power_of_2(W),
         num_warps=config.scan_warps,
     )
+    if aligned:
+        _align[(1,)](
+            expert_rows_E,
+            plan.row_start_P,
+            plan.rank_rows_W,
+            fault_F,
+            rank,
+            W,
+            L,
+            capacity_rows,
+            ALIGNMENT=row_alignment,
+            BLOCK_W=next_power_of_2(W),
+            BLOCK_L=config.align_l,
+        )
     _place[(num_blocks, cdiv(L, config.place_e))](
         ids_WTK,
         below_BP,
@@ -379,6 +488,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         first_pair_B,
         first_route_B,
         plan.row_start_P,
+        plan.num_rows_L,
         plan.row_to_slot_R,
         plan.pair_rows_R,
         plan.pair_start_R,
@@ -390,6 +500,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, fault_F) -> RoutePla
         blocks_of_rank,
         min(K, W),
         K=K,
+        ALIGNMENT=row_alignment,
         BLOCK_T=config.block_t,
         BLOCK_E=config.place_e,
         BLOCK_W=min(next_power_of_2(W), 8),

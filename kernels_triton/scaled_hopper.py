@@ -1,17 +1,20 @@
-"""Rows times weights of e4m3 blocks on sm_90, in Gluon; elsewhere grouped_gemm_scaled runs.
+"""Products of e4m3 blocks on sm_90, in Gluon; elsewhere, and for other formats, grouped_gemm_scaled runs.
 
-    out[r] = bf16(a[r] @ w[e].T)
+    forward  out[r] = bf16(a[r] @ w[e].T)         dgrad  out[r] = bf16(dy[r] @ w[e])
 
 Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
 
 The tensor cores multiply the e4m3 values as they are, a block of 32 at a time, which is one instruction deep, and every
-FP32 product is multiplied by the scales of both blocks as it is added. So no value is converted, every scale is right,
-and the bits of an output depend on its own row and column alone. One warp keeps a ring of stages filled across tiles:
-values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 columns of values.
+FP32 product is multiplied by the scales of both blocks as it is added; 2^-127, as of zeros, counts as 0. So no value is
+converted, and the bits of an output depend on its own row and column alone. A ring of stages is kept filled across
+tiles: values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
+
+FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
+wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
 
 What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
-latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand of 128
-rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
+latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand
+of 128 rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
 """
 
 import functools
@@ -34,22 +37,29 @@ from dist_moe.formats import MXFP8_E4M3
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
+from . import grouped_gemm_scaled as grouped_gemm_scaled_triton
 from ._device import delay, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
-from .grouped_gemm_scaled import grouped_gemm_scaled as grouped_gemm_scaled_triton
-from .wgrad_hopper import _load
+from .wgrad_hopper import _barrier, _load
+
+# By its name in newer Tritons, or in 3.6.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
-PRODUCER_REGISTERS = gl.constexpr(56)
+SLOTS = gl.constexpr(3)  # of the ring of transposed tiles
+PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
 
 
 @dataclass(frozen=True)
 class Config:
     rows: int  # of a tile
     num_stages: int
+
+
+DGRAD = Config(rows=128, num_stages=4)
 
 
 @gluon.jit
@@ -81,21 +91,50 @@ def _tile(tile, ends_L, tables, first_column, width, ROWS: gl.constexpr, GROUP_M
 @gluon.jit
 def _copy_scales(to, atom_ptr, first_row, EVERY: gl.constexpr):
     """The words (four blocks) of rows first_row, first_row + EVERY, ... of an atom, asynchronously."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = first_row + gl.arange(0, to.shape[0], layout=LAYOUT) * EVERY
-    async_copy.async_copy_global_to_shared(to, atom_ptr + rows % 32 * 4 + rows // 32)
+    _async_load(to, atom_ptr + rows % 32 * 4 + rows // 32)
+
+
+@gluon.jit
+def _transpose(step, rings, transposed):
+    """The weights of a stage, by words of four bytes, into the ring that the tensor cores read."""
+    w_ring, full = rings[1], rings[4]
+    t_ring, t_full, t_empty = transposed
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 16], [16, 2], [2, 2], [1, 0])
+    stage = step % w_ring.shape[0]
+    slot = step % SLOTS
+    mbarrier.wait(full.index(stage), step // w_ring.shape[0] & 1)
+    mbarrier.wait(t_empty.index(slot), (step // SLOTS & 1) ^ 1)
+    t_ring.index(slot).store(gl.permute(w_ring.index(stage).reshape([STEP, TILE]).load(LAYOUT), (1, 0)))
+    fence_async_shared()
+    mbarrier.arrive(t_full.index(slot))
 
 
 @gluon.jit
 def _produce(
-    sizes, tables, rings, a, w, ROWS: gl.constexpr, SQUARE: gl.constexpr, BLOCK_L: gl.constexpr, GROUP_M: gl.constexpr
+    sizes,
+    tables,
+    rings,
+    transposed,
+    a,
+    w,
+    ROWS: gl.constexpr,
+    SQUARE: gl.constexpr,
+    DGRAD: gl.constexpr,
+    BLOCK_L: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):
-    """One warp: values and scales of every tile into the ring, a step a stage, as stages become empty."""
+    """Values and scales of every tile into the ring, a step a stage, as stages become empty.
+
+    One warp; in dgrad four, which also transpose the weights, AHEAD steps behind.
+    """
     L, all_columns, first_column, width, contraction = sizes
     a_ring, w_ring, a_scales, w_scales, full, empty = rings
     a_desc, a_start, a_scales_ptr = a
     w_desc, w_scales_ptr = w
     STAGES: gl.constexpr = a_ring.shape[0]
+    AHEAD: gl.constexpr = STAGES - 1
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     atoms_of_a_row = gl.cdiv(contraction, STEP)
@@ -113,10 +152,20 @@ def _produce(
             _copy_scales(a_scales.index(stage), a_atom_ptr + k, row % 128, 1)
             _copy_scales(w_scales.index(stage), w_atom_ptr + k, 0, BLOCK if SQUARE else 1)
             async_copy.mbarrier_arrive(full.index(stage))
+            if DGRAD:
+                _barrier()  # of the arrivals of all four warps, which count on the one that follows
             mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + w_desc.block_type.nbytes)
             _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
-            _load(w_desc, [expert * all_columns + col, k], full.index(stage), w_ring.index(stage))
+            if DGRAD:
+                _load(w_desc, [expert, k, col], full.index(stage), w_ring.index(stage))
+                if step >= AHEAD:
+                    _transpose(step - AHEAD, rings, transposed)
+            else:
+                _load(w_desc, [expert, col, k], full.index(stage), w_ring.index(stage))
             step += 1
+    if DGRAD:
+        for last in range(gl.maximum(step - AHEAD, 0), step):
+            _transpose(last, rings, transposed)
 
 
 @gluon.jit
@@ -137,18 +186,29 @@ def _product(m_values, n_values, zeros, j: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    sizes, tables, rings, out, ROWS: gl.constexpr, SQUARE: gl.constexpr, BLOCK_L: gl.constexpr, GROUP_M: gl.constexpr
+    sizes,
+    tables,
+    rings,
+    transposed,
+    out,
+    ROWS: gl.constexpr,
+    SQUARE: gl.constexpr,
+    DGRAD: gl.constexpr,
+    BLOCK_L: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):
     """Eight warps: the products of every tile, and its way out."""
-    L, _, first_column, width, contraction = sizes
+    L, _all_columns, first_column, width, contraction = sizes
     a_ring, w_ring, a_scales, w_scales, full, empty = rings
+    t_ring, t_full, t_empty = transposed
     out_ptr, pitch = out
     STAGES: gl.constexpr = a_ring.shape[0]
     SWAP: gl.constexpr = ROWS < 128
+    SLOTS: gl.constexpr = t_ring.shape[0]
     M: gl.constexpr = 128
     N: gl.constexpr = ROWS if SWAP else TILE
     GROUPS: gl.constexpr = N // BLOCK if SQUARE else N
-    PIPELINED: gl.constexpr = SQUARE or N < 128  # else there are no registers for two products
+    PIPELINED: gl.constexpr = SQUARE or N < 128  # else registers do not suffice for two products
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
@@ -156,18 +216,24 @@ def _multiply(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        _, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        _expert, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
         acc = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
         SCALES: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
-        for _ in range(0, contraction, STEP):
+        for _k in range(0, contraction, STEP):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
+            slot = step % SLOTS
+            if DGRAD:
+                mbarrier.wait(t_full.index(slot), step // SLOTS & 1)
+                w_values = t_ring.index(slot)
+            else:
+                w_values = w_ring.index(stage).reshape([TILE, STEP])
             if SWAP:
-                m_values, n_values = w_ring.index(stage), a_ring.index(stage)
+                m_values, n_values = w_values, a_ring.index(stage)
                 m_words = w_scales.index(stage).load(gl.SliceLayout(1, SCALES))
                 n_words = a_scales.index(stage).load(gl.SliceLayout(0, SCALES))
             else:
-                m_values, n_values = a_ring.index(stage), w_ring.index(stage)
+                m_values, n_values = a_ring.index(stage), w_values
                 m_words = a_scales.index(stage).load(gl.SliceLayout(1, SCALES))
                 n_words = w_scales.index(stage).load(gl.SliceLayout(0, SCALES))
             product = _product(m_values, n_values, zeros, 0)
@@ -177,6 +243,8 @@ def _multiply(
                 product = warpgroup_mma_wait(1 if PIPELINED and j < 3 else 0, deps=(product,))
                 if j == 3:
                     mbarrier.arrive(empty.index(stage))
+                    if DGRAD:
+                        mbarrier.arrive(t_empty.index(slot))
                 scale = gl.expand_dims(_power(m_words, j), 1) * gl.expand_dims(_power(n_words, j), 0)
                 acc += gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
                 if j < 3:
@@ -200,13 +268,16 @@ def _store(result, out_ptr, row, col, row_end, width, pitch):
 
 
 @launched
-@gluon.jit(do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"])
-def _forward_kernel(
+@gluon.jit(
+    do_not_specialize=["L", "first_column"],
+    do_not_specialize_on_alignment=["a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"],
+)
+def _rows_times_weight_kernel(
     a_desc,  # [X, K] values
     a_start_ptr,  # [1] i64
     a_scales_ptr,  # i32, four codes a word
     a_scales_start_ptr,  # [1] i64
-    w_desc,  # [L * N, K] values
+    w_desc,  # [L, N, K] values
     w_scales_ptr,  # i32, [L, whole atoms]
     out_ptr,  # [X, pitch] bf16
     out_start_ptr,  # [1] i64
@@ -221,6 +292,7 @@ def _forward_kernel(
     contraction,
     ROWS: gl.constexpr,
     SQUARE: gl.constexpr,
+    DGRAD: gl.constexpr,
     BLOCK_L: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -232,7 +304,7 @@ def _forward_kernel(
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     W_WORDS: gl.constexpr = TILE // BLOCK if SQUARE else TILE
     a_ring = gl.allocate_shared_memory(VALUES, [STAGES, ROWS, STEP], a_desc.layout)
-    w_ring = gl.allocate_shared_memory(VALUES, [STAGES, TILE, STEP], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(VALUES, [STAGES, 1, TILE, STEP], w_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], WORDS)
     w_scales = gl.allocate_shared_memory(gl.int32, [STAGES, W_WORDS], WORDS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -240,6 +312,16 @@ def _forward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
+    if DGRAD:
+        t_ring = gl.allocate_shared_memory(VALUES, [SLOTS, TILE, STEP], a_desc.layout)
+        t_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        t_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(t_full.index(slot), count=1)
+            mbarrier.init(t_empty.index(slot), count=1)
+        transposed = (t_ring, t_full, t_empty)
+    else:
+        transposed = (a_ring, full, empty)
     fence_async_shared()
     a_start = gl.load(a_start_ptr).to(gl.int32)
     a_scales_ptr += gl.load(a_scales_start_ptr) // 4
@@ -247,31 +329,32 @@ def _forward_kernel(
     sizes = (L, all_columns, first_column, width, contraction)
     tables = (row_start_ptr, num_rows_ptr)
     rings = (a_ring, w_ring, a_scales, w_scales, full, empty)
+    out = (out_ptr, pitch)
+    a = (a_desc, a_start, a_scales_ptr)
+    w = (w_desc, w_scales_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (sizes, tables, rings, (out_ptr, pitch), ROWS, SQUARE, BLOCK_L, GROUP_M)),
-            (
-                _produce,
-                (
-                    sizes, tables, rings, (a_desc, a_start, a_scales_ptr), (w_desc, w_scales_ptr), ROWS, SQUARE,
-                    BLOCK_L, GROUP_M,
-                ),
-            ),
+            (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+            (_produce, (sizes, tables, rings, transposed, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
         ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+        [4 if DGRAD else 1],
+        [TRANSPOSER_REGISTERS if DGRAD else PRODUCER_REGISTERS],
+    )
 
 
 @functools.cache
-def shared_layout(rows: int) -> gl.NVMMASharedLayout:
+def shared_layout(*block: int) -> gl.NVMMASharedLayout:
     """How a tile of values lies in shared memory: swizzled as the tensor cores read it."""
-    return gl.NVMMASharedLayout.get_default_for([rows, STEP.value], gl.float8e4nv)
+    return gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
 
 
-def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    values = values.flatten(0, -2)
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, STEP.value], shared_layout(rows))
+def _descriptor(values: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), list(block), shared_layout(*block))
+
+
+def words(scales: Tensor) -> Tensor:
+    """The codes of scales, flat, four a word."""
+    return scales[: len(scales) // 4 * 4].view(torch.int32)
 
 
 def pick_config(square: bool, rows_per_expert: int | None) -> Config:
@@ -303,37 +386,89 @@ def grouped_gemm_scaled(
 ) -> None:
     """As grouped_gemm_scaled.grouped_gemm_scaled, which other formats than e4m3 are left to."""
     if format is not MXFP8_E4M3:
-        grouped_gemm_scaled_triton(
+        grouped_gemm_scaled_triton.grouped_gemm_scaled(
             a, w_values_LNK, w_scales, out_XN, out_start_1, row_start_P, num_rows_L, format=format,
             w_outer_inv_L=w_outer_inv_L, columns=columns, square=square, stop_1=stop_1, num_sms=num_sms,
             rows_per_expert=rows_per_expert,
         )  # fmt: skip
         return
-    L, N, K, first, width = check_scaled_rows(
-        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, format=format, dgrad=False,
-        w_outer_inv=w_outer_inv_L, columns=columns,
-    )  # fmt: skip
+    windowed = {"w_outer_inv": w_outer_inv_L, "columns": columns}
     config = config or pick_config(square, rows_per_expert)
-    _forward_kernel[(num_programs(out_XN.device, num_sms),)](
-        _descriptor(a.values, config.rows),
+    square = square and config.rows == 128
+    operands = (a, w_values_LNK, w_scales, out_XN, out_start_1, row_start_P, num_rows_L)
+    options = {"stop_1": stop_1, "num_sms": num_sms, "config": config, "square": square}
+    _rows_times_weight("grouped_gemm_scaled", *operands, **windowed, **options)
+
+
+def grouped_gemm_scaled_dgrad(
+    dy,
+    w_values_LNK,
+    w_transposed_scales,
+    out_XK,
+    out_start_1,
+    row_start_P,
+    num_rows_L,
+    *,
+    format,
+    stop_1,
+    num_sms=None,
+    rows_per_expert=None,
+    config=None,
+) -> None:
+    """As grouped_gemm_scaled.grouped_gemm_scaled_dgrad, which other formats than e4m3 are left to."""
+    operands = (dy, w_values_LNK, w_transposed_scales, out_XK, out_start_1, row_start_P, num_rows_L)
+    options = {"stop_1": stop_1, "num_sms": num_sms}
+    if format is not MXFP8_E4M3:
+        grouped_gemm_scaled_triton.grouped_gemm_scaled_dgrad(*operands, format=format, **options)
+        return
+    options |= {"w_outer_inv": None, "columns": None, "config": config or DGRAD, "square": True}
+    _rows_times_weight("grouped_gemm_scaled_dgrad", *operands, **options)
+
+
+def _rows_times_weight(
+    op,
+    a,
+    w,
+    w_scales,
+    out,
+    out_start_1,
+    row_start_P,
+    num_rows_L,
+    *,
+    w_outer_inv,
+    columns,
+    square,
+    stop_1,
+    num_sms,
+    config,
+) -> None:
+    dgrad = op == "grouped_gemm_scaled_dgrad"
+    L, N, K, first, width = check_scaled_rows(
+        op, a, w, w_scales, out, row_start_P, num_rows_L, format=MXFP8_E4M3, dgrad=dgrad, w_outer_inv=w_outer_inv,
+        columns=columns,
+    )  # fmt: skip
+    contraction, all_columns = (N, K) if dgrad else (K, N)
+    _rows_times_weight_kernel[(num_programs(out.device, num_sms),)](
+        _descriptor(a.values, config.rows, STEP.value),
         a.start_1,
-        a.scales.view(torch.int32),
+        words(a.scales),
         a.scales_start_1,
-        _descriptor(w_values_LNK, TILE.value),
-        w_scales.view(torch.int32),
-        out_XN,
+        _descriptor(w, 1, TILE.value, STEP.value),
+        words(w_scales.view(-1)),
+        out,
         out_start_1,
         row_start_P,
         num_rows_L,
         stop_1,
         L,
-        N,
+        all_columns,
         first,
         width,
-        out_XN.shape[1],
-        K,
+        out.shape[1],
+        contraction,
         ROWS=config.rows,
-        SQUARE=square and config.rows == 128,
+        SQUARE=square,
+        DGRAD=dgrad,
         BLOCK_L=max(32, next_power_of_2(L)),
         STAGES=config.num_stages,
         GROUP_M=GROUP_M,

@@ -42,18 +42,35 @@ def pick_config(kind: str) -> Config:
 
 
 @triton.jit
-def _sigmoid(v):
-    return tl.div_rn(1.0, 1.0 + tl.exp(-v))
+def _sigmoid(v, FAST_MATH: tl.constexpr):
+    below = 1.0 + tl.exp(-v)
+    return tl.fdiv(1.0, below) if FAST_MATH else tl.div_rn(1.0, below)
 
 
 @triton.jit
-def _gate_up(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """Clamped gate, the factor that multiplies it (up or up + 1), and sigmoid. Selects, as a minimum may drop a NaN."""
+def gate_up(gate, up, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: tl.constexpr = False):
+    """Clamped gate, the factor that multiplies it (up or up + 1), and sigmoid. Selects, as a minimum may drop a NaN.
+
+    FAST_MATH: sigmoid by the approximate division.
+    """
     if not CLAMPED:
-        return gate, up, _sigmoid(gate)
+        return gate, up, _sigmoid(gate, FAST_MATH)
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return gate, up + 1.0, _sigmoid(alpha * gate)
+    return gate, up + 1.0, _sigmoid(alpha * gate, FAST_MATH)
+
+
+@triton.jit
+def gate_up_grads(d_h2, raw_gate, raw_up, gate, up, sig, alpha, limit, CLAMPED: tl.constexpr):
+    """FP32 gradients of gate and up, of which gate_up made gate, up and sig. At exactly a limit the gradient passes."""
+    if CLAMPED:
+        d_gate = d_h2 * up * (sig + alpha * gate * sig * (1.0 - sig))
+        d_gate = tl.where(raw_gate > limit, 0.0, d_gate)
+        d_up = tl.where(tl.abs(raw_up) > limit, 0.0, d_h2 * gate * sig)
+    else:
+        d_gate = d_h2 * up * sig * (1.0 + gate - gate * sig)
+        d_up = d_h2 * gate * sig
+    return d_gate, d_up
 
 
 # Words of the place record are at odd and even words: no variant for each.
@@ -93,7 +110,7 @@ def _swiglu_kernel(
         gate_ptrs = h1_ptr + rows * 2 * F + cols[None, :]
         gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
-        gate, up, sig = _gate_up(gate, up, alpha, limit, CLAMPED)
+        gate, up, sig = gate_up(gate, up, alpha, limit, CLAMPED)
         tl.store(h2_ptr + rows * F + cols[None, :], (gate * sig * up).to(tl.bfloat16), mask=mask)
 
 
@@ -139,17 +156,10 @@ def _swiglu_backward_kernel(
             raw_gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
             raw_up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
             g2 = tl.load(g2_ptrs, mask=mask, other=0.0).to(tl.float32)
-            gate, up, sig = _gate_up(raw_gate, raw_up, alpha, limit, CLAMPED)
+            gate, up, sig = gate_up(raw_gate, raw_up, alpha, limit, CLAMPED)
             h2 = (gate * sig * up).to(tl.bfloat16).to(tl.float32)
             score_grad_RF += g2 * h2
-            d_h2 = score * g2
-            if CLAMPED:
-                d_gate = d_h2 * up * (sig + alpha * gate * sig * (1.0 - sig))
-                d_gate = tl.where(raw_gate > limit, 0.0, d_gate)
-                d_up = tl.where(tl.abs(raw_up) > limit, 0.0, d_h2 * gate * sig)
-            else:
-                d_gate = d_h2 * up * sig * (1.0 + gate - gate * sig)
-                d_up = d_h2 * gate * sig
+            d_gate, d_up = gate_up_grads(score * g2, raw_gate, raw_up, gate, up, sig, alpha, limit, CLAMPED)
             tl.store(gate_ptrs, d_gate.to(tl.bfloat16), mask=mask)
             tl.store(gate_ptrs + F, d_up.to(tl.bfloat16), mask=mask)
             tl.store(g2_ptrs, (score * h2).to(tl.bfloat16), mask=mask)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_memory, bench_op, bench_path, checks, report
+from benchmarks import bench_formats, bench_memory, bench_op, bench_path, checks, report, scaled_gemms
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
@@ -16,6 +16,8 @@ from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SMOKE, Shape, Traffic, 
 from benchmarks.timing import Method, measure, summarize
 
 from dist_moe import plan_memory, planner, reference, testing
+from dist_moe.shapes import align
+from dist_moe.virtual import RankResults
 
 from .rank_calls import as_torchrun_does
 
@@ -221,6 +223,8 @@ def smokes(tmp_path_factory) -> dict[str, Path]:
     }
     scripts = {
         "virtual": (1, bench_path.main, *path, "--directions", *bench_path.DIRECTIONS),
+        "scaled": (1, scaled_gemms.main, "--smoke", "--products", "w13", "wgrad_w2"),
+        "formats": (1, bench_formats.main, "--smoke", "--stages", "--directions", *bench_formats.METHODS),
         "memory": (1, bench_memory.main, "--smoke"),
         "four": (4, bench_path.main, *path, "--routings", *SKEWS),
     }
@@ -242,6 +246,34 @@ FIELDS = {
     "expert_rows_mean", "us", "us_p10", "us_p90", "rounds", "roof_tflops", "roof_hbm_gbs", "roof_link_gbs",
 }  # fmt: skip
 RATES = {"flops", "hbm_bytes", "link_bytes", "tflops", "hbm_gbs", "link_gbs", "roof_us", "roof_share"}
+
+
+def test_rows_of_scaled_products(smokes):
+    rows = lines(smokes["scaled"], "scaled")
+    assert all(row.keys() >= FIELDS | RATES | {"worst_row_db", "speed"} for row in rows)
+    methods = {name: {row["method"] for row in rows if row["direction"] == name} for name in ("w13", "wgrad_w2")}
+    assert methods == {"w13": {"bf16", *scaled_gemms.FORMATS}, "wgrad_w2": {"bf16", "mxfp8_e4m3"}}
+
+
+def test_rows_of_formats(smokes):
+    rows = lines(smokes["formats"], "formats")
+    wanted = {(direction, name) for direction, names in bench_formats.METHODS.items() for name in names}
+    assert {(row["direction"], row["method"]) for row in rows} == wanted and len(rows) == len(wanted)
+    assert all(row["us"] > 0 and row["bf16_us"] > 0 for row in rows)
+    assert all((row["method"] == "bf16") == (row["relative_error"] is None) for row in rows)
+    of_inference = {row["method"]: row["wire_row_bytes"] for row in rows if "wire_row_bytes" in row}
+    D = rows[0]["D"]
+    assert of_inference == {"mxfp8": align(D + D // 32, 16), "nvfp4": align(D // 2 + D // 16 + 4, 16)}
+    stages = {row["method"] for row in lines(smokes["formats"], "formats_stages")}
+    assert {"nvfp4 dispatch_packed", "mxfp8 swiglu_backward_quantize", "mxfp8-dynamic quantize_weights"} <= stages
+
+
+def test_the_formats_are_held_against_bf16():
+    close = [RankResults(torch.ones(4, 8))]
+    assert bench_formats.require_near("mxfp8", [RankResults(torch.full((4, 8), 1.01))], close, "x") < 0.02
+    for wrong in (torch.zeros(4, 8), torch.full((4, 8), 1.1), torch.full((4, 8), float("nan"))):
+        with pytest.raises(Miss, match="against BF16"):
+            bench_formats.require_near("mxfp8", [RankResults(wrong)], close, "x")
 
 
 def test_rows_of_ops(smokes):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from dist_moe import Config, InvalidExpertIdError, create_context, routed_experts
+from dist_moe import (
+    BlockScaledConfig,
+    Config,
+    InvalidExpertIdError,
+    create_context,
+    prepare_block_scaled_weight,
+    routed_experts,
+)
 from dist_moe.symm import World
 from dist_moe.testing import routing, run_virtual
 from dist_moe.virtual import routed_experts as virtual_routed_experts
@@ -13,6 +20,7 @@ from .path_cases import Case, assert_results_close, assert_results_equal, dense
 pytestmark = pytest.mark.gpu
 
 T, D, F, K, E = 96, 128, 96, 2, 8
+MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
 
 
 def config(**changes) -> Config:
@@ -50,10 +58,12 @@ REPLAYS = [(1, "uniform"), (2, "one_expert"), (3, "dropped(1.0)"), (4, "zipf(1.0
 
 @pytest.mark.parametrize("slot_factor", [1.0, None], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("warm", [True, False], ids=["after an eager call", "first call ever"])
-def test_a_captured_training_step_follows_new_data(slot_factor, warm):
-    with create_context(group=None, config=config(activation_slot_capacity_factor=slot_factor)) as context:
+@pytest.mark.parametrize("block_scaled", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_a_captured_training_step_follows_new_data(slot_factor, warm, block_scaled):
+    how = config(activation_slot_capacity_factor=slot_factor, block_scaled=block_scaled)
+    with create_context(group=None, config=how) as context:
         static, grad = tensors(), torch.randn(T, D, device="cuda").bfloat16()
-        step(static, grad, context) if warm else warm_kernels(static, grad, slot_factor)
+        step(static, grad, context) if warm else warm_kernels(static, grad, how)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -70,27 +80,36 @@ def test_a_captured_training_step_follows_new_data(slot_factor, warm):
             assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True)), (seed, name)
 
 
-def warm_kernels(static, grad, slot_factor):
+def warm_kernels(static, grad, how: Config):
     """Compile on another context: a capture of this one's first call may not compile."""
-    with create_context(group=None, config=config(activation_slot_capacity_factor=slot_factor)) as other:
+    with create_context(group=None, config=how) as other:
         step(static, grad, other)
 
 
-def test_a_captured_inference_follows_new_data():
-    serve = config(inference=True, activation_slot_capacity_factor=None, num_activation_slots=0)
+@pytest.mark.parametrize("block_scaled", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
+def test_a_captured_inference_follows_new_data(block_scaled):
+    """Of prepared weights too: a refill writes where the graph reads."""
+    how = {"inference": True, "activation_slot_capacity_factor": None, "num_activation_slots": 0}
+    serve = config(block_scaled=block_scaled, **how)
     with create_context(group=None, config=serve) as context, torch.no_grad():
         static = tensors()
-        routed_experts(*static, context)
+        given, weights = static, static[3:]
+        if block_scaled is not None:
+            given = static[:3] + [prepare_block_scaled_weight(w, block_scaled, inference=True) for w in weights]
+        routed_experts(*given, context)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = routed_experts(*static, context)
+            out = routed_experts(*given, context)
         for seed, name in REPLAYS:
             for old, new in zip(static, tensors(seed, name), strict=True):
                 old.copy_(new)
+            if block_scaled is not None:
+                for ready, weight in zip(given[3:], weights, strict=True):
+                    prepare_block_scaled_weight(weight, block_scaled, inference=True, out=ready)
             graph.replay()
             replayed = out.clone()
-            assert torch.equal(replayed, routed_experts(*static, context)), (seed, name)
+            assert torch.equal(replayed, routed_experts(*given, context)), (seed, name)
         context.check()
 
 

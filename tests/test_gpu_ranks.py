@@ -3,13 +3,14 @@
 import gc
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dist_moe
-from dist_moe import create_context
+from dist_moe import BlockScaledConfig, create_context, prepare_block_scaled_weight, routed_experts
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
@@ -47,14 +48,14 @@ def join(group, case: Case, timeout_s: float = 60, **changes):
     return create_context(group=group, config=case.config(**changes), peer_timeout_s=timeout_s)
 
 
-def _run_cases(rank, group, cases):
+def _run_cases(rank, group, cases, changes=None):
     results = []
     for case in cases:
-        inputs = [to("cuda", one) for one in case.inputs()]
-        with join(group, case) as context:
+        inputs, config = [to("cuda", one) for one in case.inputs()], case.config(**changes or {})
+        with create_context(group=group, config=config, peer_timeout_s=60) as context:
             own = [run_rank(inputs[rank], context) for _ in range(2)]
             assert_results_equal(own[:1], own[1:])
-        virtual = run_virtual(case.W, case.config(), inputs, device="cuda") if rank == 0 else None
+        virtual = run_virtual(case.W, config, inputs, device="cuda") if rank == 0 else None
         results.append((to("cpu", own[0]), virtual and [to("cpu", result) for result in virtual]))
     return results
 
@@ -69,6 +70,41 @@ def test_gpus_equal_virtual_ranks_bit_for_bit(W):
         assert_results_equal(results, by_rank[0][1])
         if case in small_cases:  # the dense layer of a wide case takes the CPU half a minute
             assert_results_close(results, dense(case, case.inputs()))
+
+
+@on_2_4_8
+def test_gpus_equal_virtual_ranks_in_mxfp8(W):
+    cases = wide(W)[:3]
+    found = zip(*on_gpus(W, _run_cases, cases, {"block_scaled": BlockScaledConfig()}, timeout_s=250), strict=True)
+    for by_rank in found:
+        assert_results_equal([own for own, _ in by_rank], by_rank[0][1])
+
+
+def _serve(rank, group, case, block_scaled):
+    """Outputs of inference on this rank, and of all virtual ranks."""
+    config = case.config(block_scaled=block_scaled, inference=True, activation_slot_capacity_factor=None)
+    inputs = []
+    for one in case.inputs():
+        one = to("cuda", one)
+        ready = {
+            name: prepare_block_scaled_weight(getattr(one, name), block_scaled, inference=True)
+            for name in ("w13_L2FD", "w2_LDF")
+        }
+        inputs.append(replace(one, grad_out_TD=None, **ready))
+    own = inputs[rank]
+    with create_context(group=group, config=config, peer_timeout_s=60) as context, torch.no_grad():
+        out_TD = routed_experts(own.x_TD, own.ids_TK, own.scores_TK, own.w13_L2FD, own.w2_LDF, context)
+        context.check()
+    virtual = run_virtual(case.W, config, inputs, device="cuda") if rank == 0 else None
+    return out_TD.cpu(), virtual and [result.out_TD.cpu() for result in virtual]
+
+
+@on_2_4_8
+@pytest.mark.parametrize("block_scaled", [BlockScaledConfig(), BlockScaledConfig("nvfp4")], ids=lambda b: b.format)
+def test_gpus_serve_what_virtual_ranks_do(W, block_scaled):
+    for case in wide(W)[:2]:
+        outs, virtual = zip(*on_gpus(W, _serve, case, block_scaled, timeout_s=250), strict=True)
+        assert all(torch.equal(a, b) for a, b in zip(outs, virtual[0], strict=True)) and outs[0].any()
 
 
 REPLAYS = ("uniform", "one_expert", "dropped(1.0)", "one_rank", "zipf(1.0)", "duplicates")

@@ -33,8 +33,9 @@ def device_of(backend: str) -> torch.device:
 
 
 def to(device, record):
-    """RankInputs or RankResults with all tensors on the device."""
-    return replace(record, **{name: t.detach().to(device) for name, t in vars(record).items() if t is not None})
+    """RankInputs or RankResults with all tensors on the device; prepared weights are where they were made."""
+    tensors = {name: t for name, t in vars(record).items() if isinstance(t, torch.Tensor)}
+    return replace(record, **{name: t.detach().to(device) for name, t in tensors.items()})
 
 
 def run(config, inputs: list[RankInputs], backend: str, context=None) -> list[RankResults]:

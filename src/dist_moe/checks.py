@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .config import BlockScaledFormat
 from .context import Context
 from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
 from .weights import PreparedWeight
@@ -39,7 +40,12 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
     if any(prepared) and not all(prepared):
         raise TypeError(f"{where}: both weights must be prepared or both tensors, got one of each")
     if all(prepared):
-        raise ValueError(f"{where}: prepared weights require block-scaled execution; pass the bf16 tensors")
+        _check_prepared({"w13_weight": w13, "w2_weight": w2}, context)
+        w13, w2 = w13.source, w2.source
+    elif config.block_scaled is not None and config.block_scaled.format is BlockScaledFormat.NVFP4:
+        raise ValueError(
+            f"{where}: nvfp4 requires pre-quantized weights; pass what prepare_block_scaled_weight returns"
+        )
     for name, value in (("w13_weight", w13), ("w2_weight", w2)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
@@ -101,6 +107,29 @@ def _check_weight_layouts(w13: Tensor, w2: Tensor, context: Context) -> None:
             raise ValueError(f"{where}: {name} must be {list(wanted)} (L = {L} local experts), got {list(value.shape)}")
 
 
+def _check_prepared(weights: dict[str, PreparedWeight], context: Context) -> None:
+    config, where = context.config, "routed_experts"
+    if config.block_scaled is None:
+        raise ValueError(f"{where}: prepared weights require block-scaled execution; pass the bf16 tensors")
+    for name, weight in weights.items():
+        if weight.format is not config.block_scaled.format:
+            raise ValueError(
+                f"{where}: {name} was prepared as {weight.format}, the context runs {config.block_scaled.format}"
+            )
+        weight.require_filled()
+        if weight.fprop_data.device != context.device:
+            raise ValueError(f"{where}: {name} is on {weight.fprop_data.device}, the context on {context.device}")
+
+
+def _require_operands_of_backward(*inputs: Tensor | PreparedWeight) -> None:
+    """Raises ValueError for weights that were prepared for inference, in a call that saves."""
+    for weight in inputs:
+        if isinstance(weight, PreparedWeight) and weight.dgrad_scale is None:
+            raise ValueError(
+                "routed_experts: weights must provide dgrad operands for backward: prepare them with inference=False"
+            )
+
+
 def _check_rmsnorm(post, x_TD: Tensor) -> None:
     """The values of an RMSNormPostprocess that no later release will take either."""
     if not isinstance(post, RMSNormPostprocess):
@@ -116,12 +145,15 @@ def _check_rmsnorm(post, x_TD: Tensor) -> None:
         raise ValueError(f"{where}: weight and use_kahan exclude each other")
 
 
-def wants_backward(context: Context, *differentiable: Tensor) -> bool:
+def wants_backward(context: Context, *differentiable: Tensor | PreparedWeight) -> bool:
     """Whether this call saves state. Raises RuntimeError on an inference context, which has no room for it."""
-    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
+    tensors = (x.source if isinstance(x, PreparedWeight) else x for x in differentiable)
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if save and context.config.inference:
         raise RuntimeError(
             "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
             "context with inference=False"
         )
+    if save:
+        _require_operands_of_backward(*differentiable)
     return save

@@ -62,6 +62,11 @@ class Precision(enum.StrEnum):
     nvfp4 = "nvfp4"
 
 
+class TrainingPrecision(enum.StrEnum):
+    bf16 = "bf16"
+    mxfp8 = "mxfp8"
+
+
 class Pipeline(enum.StrEnum):
     staged = "staged"
     mega = "mega"
@@ -153,10 +158,15 @@ def _help(context: typer.Context) -> None:
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 240,
-    seconds: Annotated[float, typer.Option(help="No training run begins a step after this time.")] = 60.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="No training run begins a step after this time. Default: 60, with mxfp8 300.")
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks, 1 to 4: processes on a CPU or on as many GPUs.")] = 2,
     device: DeviceOption = None,
     backend: BackendOption = None,
+    precision: Annotated[
+        TrainingPrecision, typer.Option(help="mxfp8: train in MXFP8 too, then serve in BF16, MXFP8 and NVFP4.")
+    ] = TrainingPrecision.bf16,
     out: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("dist_moe_demo.png"),
     seed: Annotated[int, typer.Option(help="Equal seeds give equal losses.")] = 0,
     triton: Annotated[bool, typer.Option(help="On a CPU: end with steps on interpreted Triton kernels.")] = True,
@@ -170,6 +180,7 @@ def demo(
             ranks=ranks,
             device=device,
             backend=backend,
+            precision=precision,
             out=out,
             seed=seed,
             triton=triton,

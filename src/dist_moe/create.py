@@ -16,8 +16,9 @@ from torch import Tensor
 from . import errors, moe, shapes, vmm
 from .config import Config, as_bool, as_float, config_hash
 from .context import BUILD, Context, live
-from .planner import MemoryPlan, dedup, plan_memory, slot_geometry, symmetric_regions
-from .registry import default_device, not_in_this_release, resolve
+from .formats import by_name
+from .planner import MemoryPlan, dedup, output_columns, plan_memory, slot_geometry, stage_columns, symmetric_regions
+from .registry import default_device, resolve
 from .symm import World
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,7 @@ def create_context(
              backend: "triton" or "reference" for every op; None: the best that runs on the device.
     Returns: the Context; `with create_context(...) as context` closes it.
     Raises:  TypeError, ValueError for arguments; RuntimeError when CUDA or the backend is missing; RankMismatchError
-             naming rank and field when configurations differ; PeerAbortedError when another rank failed here;
-             NotImplementedError for block-scaled formats, which can be planned only.
+             naming rank and field when configurations differ; PeerAbortedError when another rank failed here.
     Order:   collective over the group; all ranks in the same order.
     """
     # What one rank refuses, all learn of, instead of waiting for it: they meet first, whatever the arguments.
@@ -116,6 +116,7 @@ def create_context(
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
         rows_per_expert=shapes.cdiv(plan.total_scratch_capacity_rows, config.num_experts // world.size),
+        fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
     context = Context(
         BUILD,
@@ -160,20 +161,20 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     """The parts that need no other rank: plan, resolved ops and name."""
     # A custom op imports this in its first call, for seconds, which the peers' deadlines should not have to cover.
     importlib.import_module("torch._dynamo")
+    if config.block_scaled is not None:
+        importlib.import_module(f"{__package__}.ops_scaled")
     if config.num_experts % world.size:
         raise ValueError(
             f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts "
             f"on {world.size} ranks"
         )
-    if reason := not_in_this_release(config):
-        raise NotImplementedError(f"create_context: {reason}")
     plan = plan_memory(config, world.size, device=world.device)
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
     name = f"dist_moe-{next(_numbers)}" if name is None else name
     if name in live:
         raise ValueError(f"create_context: the name {name!r} is that of a live context; close it or choose another")
-    return plan, resolve(world.device, backend), name
+    return plan, resolve(world.device, backend, config), name
 
 
 @contextlib.contextmanager
@@ -206,18 +207,26 @@ def _local_rank(
     def words(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=world.device)
 
-    def rows(width: int) -> Tensor:
+    def rows(elements: Tensor, width: int) -> Tensor:
         num_rows = len(elements) // width
         return elements[: num_rows * width].view(num_rows, width)
 
     on_gpu, D, F = world.device.type == "cuda", config.hidden_dim, config.intermediate_dim
     elements, fault_F = buffer[: len(buffer) // 2 * 2].view(torch.bfloat16), words(shapes.FAULT_WORDS)
+    widths, format, values = {D, F, 2 * F}, None, {}
+    if config.block_scaled is not None:
+        format = by_name(config.block_scaled.format)
+        widths |= {width for width in (stage_columns(config), output_columns(config)) if width}
+        values = {C: rows(buffer, C // format.values_per_byte).view(format.value_dtype) for C in (D, F, 2 * F)}
     return moe.LocalRank(
         rank=rank,
         regions=regions,
         buffer=buffer,
         elements=elements,
-        rows={width: rows(width) for width in (D, F, 2 * F)},
+        rows={width: rows(elements, width) for width in widths},
+        values=values,
+        scales=None if format is None else buffer.view(format.scale_dtype),
+        outer_inv=buffer.view(torch.float32) if format is not None and format.two_level else None,
         slot_used_NW=words(plan.num_activation_slots, world.size),
         slot_layers_N=words(plan.num_activation_slots),
         slot_calls_NM=words(plan.num_activation_slots, config.max_moe_layers_per_activation_slot),

@@ -3,14 +3,14 @@
 A stage runs for all local ranks before the next stage begins: a process group has one local rank, a virtual World all
 of them. What crosses ranks, and why it is safe:
 
-    forward   publish -> PUBLISHED -> verify, route -> dispatch (pull x) -> W13 -> SwiGLU -> W2
-                      -> combine (push) -> COMBINED -> reduce
-    backward  publish -> PUBLISHED -> verify -> dispatch (pull dy) -> dgrads and wgrads
-                      -> combine (push dx, dscore) -> COMBINED -> reduce
+    forward   publish -> PUBLISHED -> verify, route -> experts (pull x, W13, SwiGLU, W2, push) -> COMBINED -> reduce
+    backward  publish -> PUBLISHED -> verify -> experts (pull dy, dgrads and wgrads, push dx and dscore)
+                      -> COMBINED -> reduce
 
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
+The experts are here in bf16, and in moe_scaled.py in block-scaled formats.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import shapes
+from . import moe_scaled, shapes
+from .formats import ROW_ALIGNMENT, Format
+from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
 from .shapes import Activation, Geometry
 from .symm import Region
 
-_ONE_BY_ONE = [1] * shapes.PLACE_WORDS
+_ONE_BY_ONE = {words: [1] * words for words in (shapes.PLACE_WORDS, shapes.SCALED_PLACE_WORDS)}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class Path:
     num_sms: int | None
     preset: str | None
     rows_per_expert: int  # on average, when the scratch is full: tells a decode context from a training one
+    fast_math: bool  # block-scaled SwiGLU with an approximate sigmoid
+
+    @property
+    def format(self) -> Format | None:
+        """Of block-scaled execution."""
+        return self.geometry.format
 
     @property
     def tiles(self) -> dict:
@@ -62,6 +70,9 @@ class LocalRank:
     buffer: Tensor  # uint8, slots and scratch
     elements: Tensor  # the buffer as bf16
     rows: dict[int, Tensor]  # by width: the buffer as bf16 rows
+    values: dict[int, Tensor]  # by width: the buffer as rows of a format's values
+    scales: Tensor | None  # the buffer as a format's scales
+    outer_inv: Tensor | None  # the buffer as FP32, for two-level formats
     slot_used_NW: Tensor
     slot_layers_N: Tensor
     slot_calls_NM: Tensor  # which call saved each layer, M = most layers of a slot
@@ -88,8 +99,8 @@ class ForwardCall:
     x_TD: Tensor
     ids_TK: Tensor
     scores_TK: Tensor
-    w13_L2FD: Tensor
-    w2_LDF: Tensor
+    w13_L2FD: Tensor | QuantizedWeights
+    w2_LDF: Tensor | QuantizedWeights
     out_TD: Tensor | None
     save: bool = False
     slot: int = 0
@@ -106,8 +117,8 @@ class BackwardCall:
     grad_out_TD: Tensor
     ids_TK: Tensor
     scores_TK: Tensor
-    w13_L2FD: Tensor
-    w2_LDF: Tensor
+    w13_L2FD: Tensor | QuantizedWeights
+    w2_LDF: Tensor | QuantizedWeights
     plan: RoutePlan
     saved_place: Tensor
     grad_x_TD: Tensor
@@ -120,14 +131,14 @@ class BackwardCall:
 
 def _words(place: Tensor) -> tuple[Tensor, ...]:
     """Every word of a place record as a tensor of one."""
-    return place.split_with_sizes(_ONE_BY_ONE)
+    return place.split_with_sizes(_ONE_BY_ONE[len(place)])
 
 
-def _new_place(r: LocalRank) -> Tensor:
-    return torch.zeros(shapes.PLACE_WORDS, dtype=torch.int64, device=r.buffer.device)
+def _new_place(path: Path, r: LocalRank) -> Tensor:
+    return torch.zeros(path.geometry.place_words, dtype=torch.int64, device=r.buffer.device)
 
 
-def _row_floats(path: Path, r: LocalRank) -> Tensor:
+def row_floats(path: Path, r: LocalRank) -> Tensor:
     return torch.empty(path.capacity_rows, dtype=torch.float32, device=r.buffer.device)
 
 
@@ -198,12 +209,16 @@ def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, words, sto
 
 def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> None:
     """Run one forward of all local ranks; fills out_TD, plan and place of every call."""
-    ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
+    ops, D = path.ops, path.hidden_dim
     both = list(zip(ranks, calls, strict=True))
+    experts = _experts if path.format is None else moe_scaled.experts
+    packed = path.format is not None and not path.geometry.training
 
     for r, c in both:
         kind = shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD
-        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind)
+        if packed:
+            ops.pack_rows(c.x_TD, format=path.format, out_TB=r.tokens.own[0, : len(c.x_TD)], num_sms=path.num_sms)
+        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, packed=packed)
     exchange(path, ranks, shapes.PUBLISHED)
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
@@ -213,13 +228,14 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             rank=r.rank,
             num_experts=path.num_experts,
             capacity_rows=path.capacity_rows,
+            row_alignment=1 if path.format is None else ROW_ALIGNMENT,
             fault_F=r.fault_F,
         )
-        c.place = _new_place(r)
+        c.place = _new_place(path, r)
         c.words = _words(c.place)
         ops.plan_forward(
             c.plan.rank_rows_W,
-            c.plan.row_start_P,
+            c.plan.num_rows_L,
             rank=r.rank,
             slot=c.slot,
             depth=c.depth,
@@ -238,37 +254,58 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
             skip_x = c.words[shapes.PLACE_SKIP_X]
             ops.copy_x(*x_places, c.x_TD.shape[0], D, stop_1=skip_x, num_sms=path.num_sms)
 
-    scores = [_row_floats(path, r) for r in ranks]
+    scores = [row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
-        _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
-        _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
-        h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
-        h2 = (r.rows[F], c.words[shapes.PLACE_H2])
-        h3 = (r.rows[D], c.words[shapes.PLACE_H3])
-        ops.swiglu(
-            *h1,
-            *h2,
-            c.plan.row_start_P,
-            activation=path.activation,
-            stop_1=r.stop_1,
-            num_sms=path.num_sms,
-        )
-        ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
-        ops.combine(
-            c.plan,
-            *h3,
-            outputs=r.outputs,
-            dedup=path.dedup,
-            row_scores_R=row_scores_R if path.dedup else None,
-            row_score_grads_R=None,
-            score_grads=None,
-            stop_1=r.stop_1,
-            num_sms=path.num_sms,
-        )
+        experts(path, r, c, row_scores_R)
     exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
         _reduce(path, r, c.out_TD, scaled=not path.dedup)
         ops.finish(r.fault_F, r.host_fault_F, [c.out_TD])
+
+
+def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
+    """One rank's experts, from the pull of x to the push of what they return."""
+    ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
+    run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
+    h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
+    h2 = (r.rows[F], c.words[shapes.PLACE_H2])
+    h3 = (r.rows[D], c.words[shapes.PLACE_H3])
+    _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
+    _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
+    ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
+    ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
+    combine_outputs(path, r, c.plan, *h3, row_scores_R)
+
+
+def combine_outputs(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, row_scores_R: Tensor, **how) -> None:
+    path.ops.combine(
+        plan,
+        rows,
+        start_1,
+        outputs=r.outputs,
+        dedup=path.dedup,
+        row_scores_R=row_scores_R if path.dedup else None,
+        row_score_grads_R=None,
+        score_grads=None,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+        **how,
+    )
+
+
+def combine_grads(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, row_score_grads_R: Tensor) -> None:
+    path.ops.combine(
+        plan,
+        rows,
+        start_1,
+        outputs=r.outputs,
+        dedup=path.dedup,
+        row_scores_R=None,
+        row_score_grads_R=row_score_grads_R,
+        score_grads=r.score_grads,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+    )
 
 
 def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool) -> None:
@@ -286,16 +323,13 @@ def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool) -> None:
 
 
 def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> None:
-    """Run one backward of all local ranks; fills the gradients of every call.
-
-    grad_h1 overwrites h1, score * h2 overwrites g2, and the x-gradient rows overwrite dy: each once its last reader is
-    done, which stream order gives.
-    """
-    ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
+    """Run one backward of all local ranks; fills the gradients of every call."""
+    ops, D = path.ops, path.hidden_dim
     both = list(zip(ranks, calls, strict=True))
+    experts = _experts_backward if path.format is None else moe_scaled.experts_backward
 
     for r, c in both:
-        c.place = _new_place(r)
+        c.place = _new_place(path, r)
         c.words = _words(c.place)
         ops.plan_backward(
             c.saved_place,
@@ -320,41 +354,10 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
 
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
-        row_scores_R, row_score_grads_R = _row_floats(path, r), _row_floats(path, r)
-        skip_x, skip_h1, start_P = c.words[shapes.PLACE_SKIP_X], c.words[shapes.PLACE_SKIP_H1], c.plan.row_start_P
-        x = (r.rows[D], c.words[shapes.PLACE_XR])
-        h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
-        g2 = (r.rows[F], c.words[shapes.PLACE_H2])
-        dy = (r.rows[D], c.words[shapes.PLACE_H3])
-        run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
-
         # What the slot did not keep is made again; not after a fault of the exchange above.
         skips = c.place[shapes.PLACE_SKIP_X : shapes.PLACE_SKIP_H1 + 1]
         torch.maximum(skips, r.stop_1, out=skips)
-        _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip_x)
-        _w13(path, r, c.w13_L2FD, c.plan, c.words, skip_h1)
-
-        _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
-        ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)
-        ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **run)
-        if c.grad_w2_LDF is not None:
-            ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **run)
-        ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
-        ops.combine(
-            c.plan,
-            *dy,
-            outputs=r.outputs,
-            dedup=path.dedup,
-            row_scores_R=None,
-            row_score_grads_R=row_score_grads_R,
-            score_grads=r.score_grads,
-            **run,
-        )
-        if path.exchanges:
-            signal(path, r, shapes.COMBINED)
-        # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
-        if c.grad_w13_L2FD is not None:
-            ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **run)
+        experts(path, r, c)
     for r, c in both:
         if path.exchanges:
             wait(path, r, shapes.COMBINED)
@@ -368,3 +371,35 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         )
         grads = [c.grad_x_TD, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF]
         ops.finish(r.fault_F, r.host_fault_F, [grad for grad in grads if grad is not None])
+
+
+def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
+    """One rank's experts, from the pull of dy to the push of the gradients of x and of the scores.
+
+    grad_h1 overwrites h1, score * h2 overwrites g2, and the x-gradient rows overwrite dy: each once its last reader is
+    done, which stream order gives.
+    """
+    ops, D, F, start_P = path.ops, path.hidden_dim, path.intermediate_dim, c.plan.row_start_P
+    row_scores_R, row_score_grads_R = row_floats(path, r), row_floats(path, r)
+    skip_x, skip_h1 = c.words[shapes.PLACE_SKIP_X], c.words[shapes.PLACE_SKIP_H1]
+    x = (r.rows[D], c.words[shapes.PLACE_XR])
+    h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
+    g2 = (r.rows[F], c.words[shapes.PLACE_H2])
+    dy = (r.rows[D], c.words[shapes.PLACE_H3])
+    run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
+
+    _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip_x)
+    _w13(path, r, c.w13_L2FD, c.plan, c.words, skip_h1)
+
+    _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
+    ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)
+    ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **run)
+    if c.grad_w2_LDF is not None:
+        ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **run)
+    ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
+    combine_grads(path, r, c.plan, *dy, row_score_grads_R)
+    if path.exchanges:
+        signal(path, r, shapes.COMBINED)
+    # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
+    if c.grad_w13_L2FD is not None:
+        ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **run)

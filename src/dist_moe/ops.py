@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from . import moe, shapes
+from . import moe
 from .checks import check_call, wants_backward
 from .context import Context, live_context
 from .options import ExecutionOptions
@@ -26,6 +26,7 @@ _EARLY_STOP = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 _executes = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
+NUM_STATE_TENSORS = NUM_PLAN_TENSORS + 1  # and the place record
 
 
 def _bf16_forward(
@@ -38,7 +39,7 @@ def _bf16_forward(
     slot: int,
     depth: int,
     context: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record. Collective.
 
     Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
@@ -58,12 +59,16 @@ def _bf16_forward(
 
 
 def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context):
+    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *fake_state(x_TD, save, context)
+
+
+def fake_state(x_TD, save, context):
     ctx = live_context(context)
     R, L, W = ctx.path.capacity_rows, ctx.experts_per_rank, ctx.world.size
     i32, i64 = torch.int32, torch.int64
-    sizes = [(L + 1, i32), (W, i64), (1, i32), (R, i32), (R, i32), (R, i32), (R, i32), (shapes.PLACE_WORDS, i64)]
-    state = [x_TD.new_empty(size if save else 0, dtype=dtype) for size, dtype in sizes]
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *state
+    counts = [(L + 1, i32), (L, i32), (W, i64), (1, i32), (1, i32)]
+    sizes = [*counts, *[(R, i32)] * 4, (ctx.path.geometry.place_words, i64)]
+    return [x_TD.new_empty(size if save else 0, dtype=dtype) for size, dtype in sizes]
 
 
 @torch.library.custom_op("dist_moe::bf16_backward", mutates_args=())
@@ -83,7 +88,7 @@ def bf16_backward(
     """Gradients of x, scores, w13, w2 in their layouts; an unwanted weight gradient is empty. Collective."""
     ctx = live_context(context)
     with ctx.call():
-        grads = _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+        grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
         w13_L2FD, w2_LDF = expert_major(ctx, w13, w2)
         call = moe.BackwardCall(
             # An expanded gradient, sum()'s for one, has strides of 0.
@@ -106,10 +111,10 @@ def bf16_backward(
 
 @bf16_backward.register_fake
 def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
-    return _empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+    return empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
 
 
-def _empty_grads(
+def empty_grads(
     grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
@@ -118,6 +123,24 @@ def _empty_grads(
         w13.new_empty(w13.shape if needs_w13 else (0,), dtype=wgrad_dtype),
         w2.new_empty(w2.shape if needs_w2 else (0,), dtype=wgrad_dtype),
     )
+
+
+def prepared_operands(*weights: PreparedWeight) -> list[Tensor | None]:
+    """What block_scaled_forward takes of prepared weights: values, scales, transposed scales, inverse outer scales."""
+    names = ("fprop_data", "fprop_scale", "dgrad_scale", "global_scale_inv")
+    return [getattr(weight, name) for weight in weights for name in names]
+
+
+def unprepared(inputs: tuple) -> tuple[tuple, list[Tensor | None]]:
+    """The inputs of a call with the sources of prepared weights, to which gradients go, and prepared_operands."""
+    weights = inputs[3:]
+    if not isinstance(weights[0], PreparedWeight):
+        return inputs, []
+    return (*inputs[:3], *(weight.source for weight in weights)), prepared_operands(*weights)
+
+
+def operands_of_backward(prepared: list[Tensor | None]) -> list[Tensor | None]:
+    return [*prepared[:3], *prepared[4:7]]
 
 
 def expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,13 +159,16 @@ def expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, op, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            out_TD, *state = bf16_forward(*inputs)
-        _, ids_TK, scores_TK, w13, w2, save, slot, _, context = inputs
+            out_TD, *state = op(*inputs)
+        _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *prepared = inputs
         ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
-        ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(state if save else ()))
-        ctx.handle, ctx.slot, ctx.kept = context, slot, None
+        saved = state
+        if prepared and prepared[0]:  # in place of weights that the call would have quantised
+            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(*prepared)]
+        ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(saved if save else ()))
+        ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs = context, slot, None, len(inputs)
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
@@ -196,7 +222,7 @@ def _backward(ctx, grad_out_TD):
     except BaseException as error:  # for one, a weight that was changed in place since forward
         context.refuse(error)
         raise
-    return *map(grads.get, range(5)), *[None] * 4
+    return None, *map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)
 
 
 def _takes(node) -> bool:
@@ -210,11 +236,12 @@ def _takes(node) -> bool:
 def _checked_backward(ctx, grad_out_TD, context: Context):
     ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
     if not state:
-        raise RuntimeError("dist_moe::bf16_forward was called with save=False, so it has no backward")
+        raise RuntimeError("this forward was called with save=False, so it has no backward")
     if ctx.saved_forward is not None:
         context.require_newest(ctx.saved_forward)
-    _, _, _, needs_w13, needs_w2 = ctx.needs_input_grad[:5]
-    grads = bf16_backward(
+    needs_w13, needs_w2 = ctx.needs_input_grad[4:6]
+    run = bf16_backward if context.path.format is None else torch.ops.dist_moe.block_scaled_backward
+    grads = run(
         grad_out_TD,
         ids_TK,
         scores_TK,
@@ -231,32 +258,40 @@ def _checked_backward(ctx, grad_out_TD, context: Context):
     return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None
 
 
-def _autograd_bf16_forward(*inputs):
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return _Differentiable.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return bf16_forward(*inputs)
-
-
 def _refuse_vmap(*inputs):
     raise NotImplementedError("routed_experts cannot run under torch.vmap: it is a call of all ranks, once")
 
 
-# By hand what torch.library.custom_op makes, whose layers of Python around a call cost an eager forward of a small
-# model a sixth of its time; docs/performance.md has the figures.
-_LIBRARY = torch.library.Library("dist_moe", "FRAGMENT")  # the op goes with it
-_LIBRARY.define(
-    f"bf16_forward{torch.library.infer_schema(_bf16_forward, mutates_args=())}", tags=torch.Tag.pt2_compliant_tag
-)
-for function, key in (
-    (_bf16_forward, "CompositeExplicitAutograd"),
-    (_autograd_bf16_forward, "Autograd"),
-    (_refuse_vmap, "FuncTorchBatched"),
-):
-    # Dynamo may meet the op outside of a graph, and must not compile what is inside.
-    _LIBRARY.impl("bf16_forward", torch._disable_dynamo(function), key)
-torch.library.register_fake("dist_moe::bf16_forward", _fake_bf16_forward, lib=_LIBRARY)
-bf16_forward = torch.ops.dist_moe.bf16_forward.default
+_LIBRARY = torch.library.Library("dist_moe", "FRAGMENT")  # its ops go with it
+
+
+def define_forward(name: str, forward, fake):
+    """The op of a forward, with _Differentiable as its autograd.
+
+    By hand what torch.library.custom_op makes, whose layers of Python around a call cost an eager forward of a small
+    model a sixth of its time; docs/performance.md has the figures.
+    """
+    _LIBRARY.define(f"{name}{torch.library.infer_schema(forward, mutates_args=())}", tags=torch.Tag.pt2_compliant_tag)
+    op = getattr(torch.ops.dist_moe, name).default
+
+    def with_autograd(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return _Differentiable.apply(op, *inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    for function, key in (
+        (forward, "CompositeExplicitAutograd"),
+        (with_autograd, "Autograd"),
+        (_refuse_vmap, "FuncTorchBatched"),
+    ):
+        # Dynamo may meet the op outside of a graph, and must not compile what is inside.
+        _LIBRARY.impl(name, torch._disable_dynamo(function), key)
+    torch.library.register_fake(f"dist_moe::{name}", fake, lib=_LIBRARY)
+    return op
+
+
+bf16_forward = define_forward("bf16_forward", _bf16_forward, _fake_bf16_forward)
 
 
 def routed_experts(
@@ -276,13 +311,14 @@ def routed_experts(
              one means no expert. An expert named twice by a token counts once, with the sum of the scores.
              topk_scores_TK: bf16 or fp32 [T, K], any strides, used as fp32.
              w13_weight, w2_weight: this rank's experts, bf16, contiguous: [L, 2F, D] (gate rows, then up rows) and
-             [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F].
+             [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F]. In a block-scaled Context
+             also both as PreparedWeight, in NVFP4 only so; their sources get the gradients.
     Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores and weights,
              once a forward, in one visit or, with retain_graph, one for the inputs and one for the weights with the
              same gradient tensor of the output, as zero-bubble schedules have it; weight gradients leave backward in
              Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the parameter's grad_dtype). A
-             selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward; a plain one saves, when
-             it recomputes, into the slot then selected.
+             selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward (block_scaled_forward); a
+             plain one saves, when it recomputes, into the slot then selected.
     Raises:  TypeError, ValueError for arguments; NotImplementedError naming a feature that this release only checks;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
     Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.
@@ -302,7 +338,12 @@ def routed_experts(
         slot, depth = context.saved.selected
         if save and _runs_again_before_backward():
             slot = NO_SLOT
-        out_TD, *_ = bf16_forward(*inputs, save, slot, depth, context.name)
+        inputs, prepared = unprepared(inputs)
+        if context.path.format is None:
+            out_TD, *_ = bf16_forward(*inputs, save, slot, depth, context.name)
+        else:
+            scaled_forward = torch.ops.dist_moe.block_scaled_forward.default
+            out_TD, *_ = scaled_forward(*inputs, save, slot, depth, context.name, prepared)
     except _EARLY_STOP:
         raise
     except BaseException as error:

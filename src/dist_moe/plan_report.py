@@ -37,8 +37,8 @@ PURPOSES = {
     "h2": "output of SwiGLU, in backward its gradient",
     "h3": "output of W2, in backward dy, then gradients of x",
     "g2": "in backward the gradient of SwiGLU's output",
-    "x, h2 columns": "x and h2, quantised for the weight gradients",
-    "operands": "other quantised operands of the GEMMs",
+    "columns": "quantised operands of the weight gradients; also output of W2, gradients of x",
+    "operands": "quantised rows, operands of the other GEMMs",
 }
 
 
@@ -138,14 +138,13 @@ class Report:
     def layers_kept(self, rows: int) -> dict[str, int] | None:
         """How many layers of a slot keep what, by shapes.KEPT_NAMES, when all of them have a rank of this many rows.
 
-        The fullest rank alone decides. None without slots, for rows that no scratch holds, and for block-scaled
-        formats, which no slot planner takes in this release.
+        The fullest rank alone decides. None without slots and for rows that no scratch holds.
         """
         config, plan, layers = self.config, self.plan, self.config.max_moe_layers_per_activation_slot
-        if config.inference or config.block_scaled is not None or rows > plan.total_scratch_capacity_rows:
+        if config.inference or rows > plan.total_scratch_capacity_rows:
             return None
         geometry = slot_geometry(config, self.ep_size, plan)
-        rank_rows_W, row_start_P = torch.tensor([rows]), torch.tensor([0, rows])
+        rank_rows_W, num_rows_L = torch.tensor([rows]), torch.tensor([rows])
         stats_S = torch.zeros(shapes.STATS_SLOTS + 2, dtype=torch.int64)  # one slot, one expert
         state = {
             "call_1": torch.zeros(1, dtype=torch.int64),
@@ -153,12 +152,12 @@ class Report:
             "slot_layers_N": torch.zeros(1, dtype=torch.int64),
             "slot_calls_NM": torch.zeros(1, layers, dtype=torch.int64),
             "stats_S": stats_S,
-            "place": torch.zeros(shapes.PLACE_WORDS, dtype=torch.int64),
+            "place": torch.zeros(geometry.place_words, dtype=torch.int64),
             "fault_F": torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64),
         }
         for _ in range(layers):
             reference.plan_forward(
-                rank_rows_W, row_start_P, rank=0, slot=0, depth=layers, save=True, geometry=geometry, **state
+                rank_rows_W, num_rows_L, rank=0, slot=0, depth=layers, save=True, geometry=geometry, **state
             )
         counts = stats_S[shapes.STATS_KEPT : shapes.STATS_SCRATCH].tolist()
         return dict(zip(shapes.KEPT_NAMES, counts, strict=True))

@@ -14,17 +14,20 @@ the region at a whole row number. Rounding a start loses at most one pitch, whic
 A layer that recomputes everything saves x_TD alone.
 
 Block-scaled operands lie as bundles of values and scales, with one scale a block of the width ("row", for GEMMs that
-sum over features) or of the rows ("column", for weight gradients). Scales take no row more than they hold: h1 starts
-first, all scales follow, and being multiples of 128 they leave the alignment of values to the values.
+sum over features) or of the rows ("column", for weight gradients). R is a multiple of 128, and so are the bytes of all
+scales: they lie first, aligned by themselves, columns padded to whole atoms.
 
     region             row pitch, MXFP8   scratch of training             of inference         saved, recomputes nothing
     h1_R2F             4 F                yes                             yes                  yes
-    row x, h2, dy, g1  D, F, D, 2 F       one place; "mega": x beside h2  as training, x, h2   no
-    column x, h2       D, F               yes                             no                   yes
-    column dy, g1      D, 2 F             yes                             no                   no
+    row x, dy; h2; g1  D; F; 2 F          one place                       x and h2             no
+    column x           D                  yes                             no                   yes
+    column dy          D                  yes                             no                   no
+    column h2, g1      F, 2 F             yes                             no                   no
     g2_RF              2 F                yes                             no                   no
 The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, which neither a forward nor
-the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes over 2 F columns where D is more.
+the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes over columns: see output_columns.
+De-duplicated rows of x and dy are quantised from BF16 ones that lie over g2 and the columns of h2 and g1, which are
+not there yet, in passes over as many columns as these hold: see stage_columns.
 """
 
 import logging
@@ -36,11 +39,12 @@ from . import formats, shapes, vmm
 from .config import Config, as_int
 from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, by_name, padded_scales
 from .memory_plan import MemoryPlan
-from .shapes import align
+from .shapes import align, cdiv
 
 logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 128  # bytes; slots and what a layer saves in them
+MOST_PASSES = 4  # over columns of rows that are quantised after a de-duplicated pull
 DEDUP_MIN_ROUTES = (3, 2)  # as a fraction: mean routes of an arriving (token, rank) pair from which de-duplication pays
 
 
@@ -79,32 +83,52 @@ def _row_bundle_bytes(config: Config, rows: int, width: int) -> int:
 
 
 def _column_bundle_bytes(config: Config, rows: int, width: int) -> int:
-    format = _format(config)
-    return _region_bytes(rows, width // format.values_per_byte) + rows // format.block * width
+    return _region_bytes(rows, width) + rows // _format(config).block * align(width, SCALE_ATOM[0])
 
 
 def _whole(num_bytes: int) -> int:
     """Bytes of block-scaled regions, rounded down to the alignment of slots.
 
-    The row more that is counted for h1 has room for what is cut off: h1 starts first, next to a multiple of 128, and
-    its pitch is a multiple of 128, so that rounding its start loses at least 128 bytes less than a row.
+    The row more that is counted for h1 has room for what is cut off: h1 is the first behind the scales, next to a
+    multiple of 128, and its pitch is a multiple of 128, so that rounding its start loses 128 bytes less than a row.
     """
     return num_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
 def _block_scaled_scratch_regions(config: Config, rows: int) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
-    x, h2 = _row_bundle_bytes(config, rows, D), _row_bundle_bytes(config, rows, F)
-    operands = x + h2 if config.block_scaled.pipeline == "mega" else max(x, h2)
-    regions = {"h1": _region_bytes(rows, 4 * F)}
+    h1 = 4 * F if not config.inference else max(4 * F, align(2 * output_columns(config), SLOT_ALIGNMENT))
+    regions = {"h1": _region_bytes(rows, h1)}
+    operands = _row_bundle_bytes(config, rows, max(D, F if config.inference else 2 * F))
     if not config.inference:
-        x_columns, h2_columns, dy_columns, g1_columns = (
-            _column_bundle_bytes(config, rows, width) for width in (D, F, D, 2 * F)
-        )
-        regions |= {"g2": _region_bytes(rows, 2 * F), "x, h2 columns": x_columns + h2_columns}
-        operands = max(operands, _row_bundle_bytes(config, rows, 2 * F)) + dy_columns + g1_columns
+        regions["columns"] = sum(_column_bundle_bytes(config, rows, width) for width in (D, D, F, 2 * F))
+        regions["g2"] = _region_bytes(rows, 2 * F)
     named = sum(regions.values())
     return regions | {"operands": _whole(named + operands) - named}
+
+
+def output_columns(config: Config) -> int:
+    """Columns of h3 that W2 makes before they are pushed: all, but in block-scaled inference at most those of h1's 2 F
+    that fill atoms of W2's scales, and at least one such atom."""
+    D, F, atom = config.hidden_dim, config.intermediate_dim, SCALE_ATOM[0]
+    if not config.inference:
+        return D
+    return min(D, max(2 * F if D <= 2 * F else 2 * F // atom * atom, atom))
+
+
+def stage_columns(config: Config) -> int:
+    """Columns of BF16 rows that fit over g2 and the columns of h2 and g1, a multiple of 128, at most D.
+
+    0: in block-scaled training rows are pulled route by route, because they are de-duplicated by nothing (bf16,
+    inference) or would come in more passes over D than that is worth.
+    """
+    if config.block_scaled is None or config.inference:
+        return 0
+    atom = SCALE_ATOM[0]
+    room = (2 + 1 + 2) * config.intermediate_dim // 2 // atom * atom
+    if room == 0 or (passes := cdiv(config.hidden_dim, room)) > MOST_PASSES:
+        return 0
+    return align(cdiv(config.hidden_dim, passes), atom)
 
 
 def scratch_regions(config: Config, rows: int) -> dict[str, int]:
@@ -147,12 +171,11 @@ def saved_input_bytes(config: Config) -> int:
 def saved_full_bytes(config: Config, rows: int) -> int:
     """What a layer saves that recomputes nothing but the activation: x_RD and h1_R2F.
 
-    Block-scaled it is h1 and the columns of x and h2, all that the weight gradients read of a forward.
+    Block-scaled it is h1 and the columns of x: backward makes those of h2 from h1, which it reads in any case.
     """
-    D, F = config.hidden_dim, config.intermediate_dim
     if config.block_scaled is not None:
-        columns = _column_bundle_bytes(config, rows, D) + _column_bundle_bytes(config, rows, F)
-        return _whole(_region_bytes(rows, 4 * F) + columns)
+        h1 = _region_bytes(rows, 4 * config.intermediate_dim)
+        return _whole(h1 + _column_bundle_bytes(config, rows, config.hidden_dim))
     pitches = row_pitches(config)
     return align(_region_bytes(rows, pitches["x"]) + _region_bytes(rows, pitches["h1"]), SLOT_ALIGNMENT)
 
@@ -174,6 +197,9 @@ def slot_geometry(config: Config, ep_size: int, plan: MemoryPlan) -> shapes.Geom
         x_h1_bytes=saved_h1_bytes(config, rows),
         total_bytes=plan.total_virtual_bytes,
         training=not config.inference,
+        format=None if config.block_scaled is None else _format(config),
+        stage_columns=stage_columns(config),
+        output_columns=output_columns(config),
     )
 
 

@@ -208,24 +208,27 @@ def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
     return out_TB
 
 
-# Products. An operand is a Bundle; where it begins device words say, which no check can read.
+# Bundles and products of them
 
 
-def _check_bundle(op: str, name: str, rows: Bundle, format: Format, width: int, outer: bool) -> None:
-    """values [any, width / values_per_byte], scales and, if wanted, inverse outer scales flat; all contiguous."""
+def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
+    """A bundle of rows, or columns, of `width` values; where it begins no check can read."""
+    if width == 0 or width % DIM_MULTIPLE:
+        raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
     for part, tensor, dtype, size in (
-        ("values", rows.values, format.value_dtype, (width // format.values_per_byte,)),
-        ("scales", rows.scales, format.scale_dtype, ()),
-        ("outer_inv", rows.outer_inv, torch.float32, ()),
+        ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
+        ("scales", bundle.scales, format.scale_dtype, ()),
+        ("outer_inv", bundle.outer_inv, torch.float32, ()),
     ):
-        if part == "outer_inv" and not outer:
+        if part == "outer_inv" and not format.two_level:
             if tensor is not None:
-                raise ValueError(f"{op}: {name} outer_inv must be None, as {format.name} has no outer scales")
+                raise ValueError(f"{op}: {name}.outer_inv must be None, as {format.name} has no outer scales")
             continue
         fits = tensor is not None and tensor.dim() == 1 + len(size) and tensor.shape[1:] == size
         if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
             found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"{op}: {name} {part} must be contiguous {dtype} {['any', *size]}, got {found}")
+            wanted = f"contiguous {dtype} [{', '.join(map(str, ('any', *size)))}]"
+            raise ValueError(f"{op}: {name}.{part} must be {wanted}, got {found}")
 
 
 def _check_one_byte(op: str, format: Format) -> None:
@@ -259,7 +262,7 @@ def check_scaled_rows(
         raise ValueError(f"{op}: w_values_LNK must be {wanted}, got {w_values.dtype} {list(w_values.shape)}")
     L, N, K = w_values.shape[0], w_values.shape[1], w_values.shape[2] * V
     contraction, all_columns = (N, K) if dgrad else (K, N)
-    _check_bundle(op, "dy" if dgrad else "a", a, format, contraction, format.two_level)
+    check_bundle(op, "dy" if dgrad else "a", a, format, contraction)
     rows, cols = padded_scales(all_columns, contraction // format.block)
     fits = w_scales.shape == (L * rows, cols) and w_scales.is_contiguous()
     if w_scales.dtype != format.scale_dtype or not fits:
@@ -282,6 +285,86 @@ def check_scaled_wgrad(op: str, dy: Bundle, x: Bundle, row_start_P, num_rows_L, 
     if out.dtype not in (torch.bfloat16, torch.float32) or not fits or not out.is_contiguous():
         wanted = f"contiguous bf16 or fp32 [L, N, K] with N and K multiples of {DIM_MULTIPLE}"
         raise ValueError(f"{op}: out_LNK must be {wanted}, got {out.dtype} {list(out.shape)}")
-    _check_bundle(op, "dy", dy, format, out.shape[1], False)
-    _check_bundle(op, "x", x, format, out.shape[2], False)
+    check_bundle(op, "dy", dy, format, out.shape[1])
+    check_bundle(op, "x", x, format, out.shape[2])
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
+
+
+# Producers of bundles
+
+
+def check_producer(op: str, format: Format, rows: Bundle | None, columns: Bundle | None, width: int) -> None:
+    """The bundles that an op makes, at least one, a chunk of columns at a time."""
+    if format.two_level:
+        raise ValueError(f"{op}: {format.name} has an outer scale over the whole row, which no chunk of it knows")
+    if rows is None and columns is None:
+        raise ValueError(f"{op}: rows and columns are both None, one must be given")
+    if rows is not None:
+        check_bundle(op, "rows", rows, format, width)
+    if columns is not None:
+        _check_one_byte(op, format)
+        check_bundle(op, "columns", columns, format, width)
+
+
+def check_staged(op: str, staged: Tensor, window: tuple[int, int], width: int) -> None:
+    """Rows that hold columns first .. first + size of `width`, such that no other window has a part of an atom."""
+    first, size = window
+    end = first + size
+    if first % SCALE_ATOM[0] or size % DIM_MULTIPLE or not 0 < size or (end % SCALE_ATOM[0] and end != width):
+        wanted = f"(first, size) with ends at multiples of {SCALE_ATOM[0]} or at {width}"
+        raise ValueError(f"{op}: window must be {wanted}, got {window}")
+    if end > width:
+        raise ValueError(f"{op}: window {window} ends behind the {width} columns of the bundles")
+    fits = staged.dim() == 2 and staged.shape[1] >= size and staged.shape[1] % DIM_MULTIPLE == 0
+    if staged.dtype != torch.bfloat16 or not fits or not staged.is_contiguous():
+        wanted = f"contiguous bf16 [any, a multiple of {DIM_MULTIPLE} from {size} on]"
+        raise ValueError(f"{op}: staged_XS must be {wanted}, got {staged.dtype} {list(staged.shape)}")
+
+
+def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> int:
+    """Packed rows uint8 [1, T_max, B] and the bundle they go to; the number of values in a row."""
+    width = rows.values.shape[-1] * format.values_per_byte
+    check_bundle(op, "rows", rows, format, width)
+    num_bytes = packed_row_bytes(format, width)
+    if tokens.dtype != torch.uint8 or tokens.dim() != 3 or tokens.shape[2] != num_bytes:
+        wanted = f"uint8 [1, T_max, {num_bytes}] for rows of {width} values in {format.name}"
+        raise ValueError(f"{op}: tokens must be {wanted}, got {tokens.dtype} {list(tokens.shape)}")
+    return width
+
+
+def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle) -> int:
+    """Check the arguments of swiglu_quantize; F."""
+    F = _half_width(op, h1_X2F)
+    check_bundle(op, "rows", rows, format, F)
+    return F
+
+
+def check_swiglu_backward_quantize(
+    op: str,
+    h1_X2F: Tensor,
+    g2_XF: Tensor,
+    format: Format,
+    g1_rows: Bundle,
+    g1_columns: Bundle | None,
+    h2_columns: Bundle | None,
+) -> int:
+    """Check the arguments of swiglu_backward_quantize; F."""
+    _check_one_byte(op, format)
+    F = _half_width(op, h1_X2F)
+    _check_bf16_rows(op, "g2_XF", g2_XF, F)
+    check_bundle(op, "g1_rows", g1_rows, format, 2 * F)
+    for name, bundle, width in (("g1_columns", g1_columns, 2 * F), ("h2_columns", h2_columns, F)):
+        if bundle is not None:
+            check_bundle(op, name, bundle, format, width)
+    return F
+
+
+def _half_width(op: str, h1_X2F: Tensor) -> int:
+    _check_bf16_rows(op, "h1_X2F", h1_X2F, h1_X2F.shape[-1])
+    return h1_X2F.shape[1] // 2
+
+
+def _check_bf16_rows(op: str, name: str, rows_XC: Tensor, width: int) -> None:
+    if rows_XC.dtype != torch.bfloat16 or rows_XC.shape[1:] != (width,) or not rows_XC.is_contiguous():
+        found = f"{rows_XC.dtype} {list(rows_XC.shape)}, strides {rows_XC.stride()}"
+        raise ValueError(f"{op}: {name} must be contiguous bf16 [X, {width}], got {found}")

@@ -44,15 +44,15 @@ from .quantized import (
 )
 
 _INFINITY = 0x7F800000  # FP32 bits
-_SIGN = 0x80000000
+_MAGNITUDE = 0x7FFFFFFF
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of FP32 as int64, without sign extension."""
-    return x.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    """The bits of FP32 as int32, which is negative where the sign is set."""
+    return x.contiguous().view(torch.int32)
 
 
 def encode(v: Tensor, format: Format) -> Tensor:
@@ -63,15 +63,16 @@ def encode(v: Tensor, format: Format) -> Tensor:
     Example (E2M1: 0 0.5 1 1.5 2 3 4 6): 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), -7 -> 15 (-6).
     """
     bits = _bits(v)
-    magnitude = bits & ~_SIGN
+    magnitude = bits & _MAGNITUDE
     exponent = magnitude >> 23
     significand = magnitude & 0x7FFFFF | 0x800000
     least_normal = format.min_exponent + 127
-    dropped = (23 - format.mantissa_bits + (least_normal - exponent).clamp(min=0)).clamp(max=25)  # 25: nothing is left
+    all_kept = 23 - format.mantissa_bits
+    dropped = (all_kept + least_normal - exponent).clamp(all_kept, 25)  # 25: nothing is left
     half = torch.ones_like(bits) << (dropped - 1)
     rounded = (significand + half - 1 + (significand >> dropped & 1)) >> dropped
     codes = ((exponent - least_normal).clamp(min=0) << format.mantissa_bits) + rounded
-    codes = codes.clamp(max=format.largest_code) | bits >> 31 << _sign_bit(format)
+    codes = codes.clamp(max=format.largest_code) | (bits >> 31 & 1) << _sign_bit(format)
     return torch.where(magnitude > _INFINITY, format.nan_code, codes).to(torch.uint8)
 
 
@@ -123,7 +124,7 @@ def encode_e8m0(m: Tensor) -> Tensor:
 
     Example: 1.0 -> 127, the next number after it -> 128; 2^-127, subnormal in FP32, -> 0.
     """
-    bits = _bits(m)
+    bits = _bits(m) & _MAGNITUDE
     codes = (bits + 0x7FFFFF) >> 23
     codes = torch.where(bits <= 0x400000, 0, codes)  # up to 2^-127
     return torch.where(bits >= _INFINITY, E8M0_NAN, codes).to(torch.uint8)
@@ -307,7 +308,7 @@ def quantize_weights(w_GNK, *, format, square=False, out=None) -> QuantizedWeigh
     return out
 
 
-def pack_rows(x_TD, *, format, out_TB=None) -> Tensor:
+def pack_rows(x_TD, *, format, out_TB=None, num_sms=None) -> Tensor:
     """Rows as they go on the wire, uint8: values, scales in natural order, the inverse outer scale, padding of zeros.
 
     Args:    x_TD: as in quantize_rows.  out_TB: contiguous [T, packed_row_bytes], else new memory.
@@ -328,13 +329,13 @@ def pack_rows(x_TD, *, format, out_TB=None) -> Tensor:
 
 def unpack_rows(packed_TB: Tensor, format: Format, width: int) -> Quantized:
     """The values, scales and inverse outer scales of rows on the wire, as new tensors."""
-    values_end, scales_end, outer_end = packed_row_parts(format, width)
-    outer_inv = packed_TB[:, scales_end:outer_end].contiguous().view(torch.float32)[:, 0] if format.two_level else None
-    return Quantized(
-        packed_TB[:, :values_end].contiguous().view(format.value_dtype),
-        packed_TB[:, values_end:scales_end].contiguous().view(format.scale_dtype),
-        outer_inv,
+    ends = packed_row_parts(format, width)
+    values, scales, outer = (
+        packed_TB[:, start:end].clone(memory_format=torch.contiguous_format)
+        for start, end in zip((0, *ends), ends, strict=False)
     )
+    outer_inv_T = outer.view(torch.float32)[:, 0] if format.two_level else None
+    return Quantized(values.view(format.value_dtype), scales.view(format.scale_dtype), outer_inv_T)
 
 
 # ---- back to FP32 --------------------------------------------------------------------------------------------------

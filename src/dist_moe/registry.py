@@ -100,20 +100,39 @@ _TRITON_FILES = {
     "collect_score_grads": "combine",
     "finish": "finish",
 }
-# What block-scaled execution needs beside them; a bf16 Context asks for none of these.
+# What block-scaled execution has in place of five of them, in the order of its path; quantize_rows and _columns are for
+# whoever wants an operand outside of it.
 _FORMAT_FILES = {
     "quantize_rows": "quantize",
     "quantize_columns": "quantize",
     "quantize_weights": "quantize",
     "pack_rows": "quantize",
+    "dispatch_packed": "dispatch_packed",
+    "dispatch_quantize": "dispatch_quantize",
+    "quantize_received": "dispatch_quantize",
     "grouped_gemm_scaled": "grouped_gemm_scaled",
     "grouped_gemm_scaled_dgrad": "grouped_gemm_scaled",
     "grouped_gemm_scaled_wgrad": "grouped_gemm_scaled",
+    "swiglu_quantize": "swiglu_quantize",
+    "swiglu_backward_quantize": "swiglu_quantize",
 }
+_BF16_ONLY = {"grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "swiglu", "swiglu_backward"}
+_INFERENCE_ONLY = {"pack_rows", "dispatch_packed"}
+_TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
+_TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
-    Impl("grouped_gemm_scaled", "gluon", "dist_moe.kernels_triton.scaled_hopper:grouped_gemm_scaled", needs_hopper),
+    Impl(
+        "grouped_gemm_scaled_wgrad",
+        "gluon",
+        "dist_moe.kernels_triton.scaled_wgrad_hopper:grouped_gemm_scaled_wgrad",
+        needs_hopper,
+    ),
+    *(
+        Impl(op, "gluon", f"dist_moe.kernels_triton.scaled_hopper:{op}", needs_hopper)
+        for op in ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad")
+    ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),
 )
@@ -159,30 +178,30 @@ def function(impl: Impl) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-def resolve(device: torch.device, backend: str | None = None) -> SimpleNamespace:
-    """Every op of a bf16 Context as a function, by name, and `backends`: op -> the backend that was chosen.
+def ops_of(config: Config) -> tuple[str, ...]:
+    """The ops that a Context of this Config runs."""
+    if config.block_scaled is None:
+        return OPS
+    left_out = _BF16_ONLY | {"quantize_rows", "quantize_columns"}
+    left_out |= _TRAINING_ONLY if config.inference else _INFERENCE_ONLY
+    return tuple(op for op in OPS + FORMAT_OPS if op not in left_out)
 
+
+def resolve(device: torch.device, backend: str | None = None, config: Config | None = None) -> SimpleNamespace:
+    """Every op of a Context as a function, by name, and `backends`: op -> the backend that was chosen.
+
+    Args:   config: of the Context; default a bf16 one.
     Raises: as choose; RuntimeError for a torch that is too old.
     """
     if problem := _too_old("torch", torch.__version__, MIN_TORCH):
         raise RuntimeError(problem)
     call = call_of(device, backend)
     ops, backends = {}, {}
-    for op in OPS:
+    for op in OPS if config is None else ops_of(config):
         impl, _ = choose(op, call, backend)
         ops[op] = function(impl)
         backends[op] = impl.backend
     return SimpleNamespace(**ops, backends=backends)
-
-
-def not_in_this_release(config: Config) -> str | None:
-    """Why no backend can run what can be planned, in words; None: it can run."""
-    if config.block_scaled is not None:
-        return (
-            f"block-scaled execution ({config.block_scaled.format}) is not in this release; "
-            "leave Config.block_scaled unset"
-        )
-    return None
 
 
 def default_device(device: torch.device | str | None = None) -> torch.device:
@@ -211,17 +230,24 @@ def explain(
     device = default_device(device)
     call = call_of(device, backend)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
-    obstacle = not_in_this_release(config)
+    obstacle = None
     try:
         plan = plan_memory(config, ep_size, device=device)
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
-        plan, obstacle = plan_memory(config, ep_size), obstacle or str(error)
+        plan, obstacle = plan_memory(config, ep_size), str(error)
     lines = [plan.explain(), f"exchange: {scheme}"]
     if obstacle:
         return "\n".join([*lines, f"ops on {device}: none, {obstacle}"])
+    if config.block_scaled is not None:
+        asked = (
+            ""
+            if config.block_scaled.pipeline == "staged"
+            else f", asked for {config.block_scaled.pipeline}: same numbers"
+        )
+        lines.append(f"block-scaled: {config.block_scaled.format}, pipeline staged{asked}")
     lines.append(f"ops on {device}:")
     ops_by_answer: dict[str, list[str]] = {}
-    for op in OPS:
+    for op in ops_of(config):
         impl, reasons = choose(op, call, backend)
         how = impl.backend + (" (interpreted)" if impl.backend == "triton" and call.interpreting else "")
         ops_by_answer.setdefault("; not ".join([how, *reasons]), []).append(op)

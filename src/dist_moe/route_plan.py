@@ -13,11 +13,16 @@ class RoutePlan:
     [[0, 1], [1, -1], [1, 0]] give rows 0: (token 0, k 0), 1: (2, 1) of expert 0, and 2: (0, 1), 3: (1, 0), 4: (2, 0)
     of expert 1, so row_start_P = [0, 2, 5], row_to_slot_R = [0, 5, 1, 2, 4]; the pairs are tokens 0, 1, 2 with
     pair_start_R = [0, 2, 3], pair_rows_R = [0, 2, 3, 4, 1] (slot order inside a pair), pair_output_R = [0, 1, 2].
+    With a row alignment of 4 expert 1 begins at row 4: row_start_P = [0, 4, 8], num_rows_L = [2, 3], row_to_slot_R =
+    [0, 5, -1, -1, 1, 2, 4, -1] and pair_rows_R = [0, 4, 5, 6, 1]. Without, rows are not padded.
 
-    row_start_P    int32 [L+1]  rows of local expert e are row_start[e] .. row_start[e+1]; the last word counts all rows
-    rank_rows_W    int64 [W]    rows that every rank receives, the same on all ranks
+    row_start_P    int32 [L+1]  rows of local expert e begin at row_start[e], and end with their padding at
+                                row_start[e+1]; the last word counts all rows
+    num_rows_L     int32 [L]    rows of local expert e without padding, which comes last
+    rank_rows_W    int64 [W]    rows that every rank holds with padding, the same on all ranks
+    num_routes_1   int32 [1]    rows of this rank without padding
     num_pairs_1    int32 [1]    (source rank, token) pairs with a route here
-    row_to_slot_R  int32 [R]    row -> (source rank * T_max + token) * K + k
+    row_to_slot_R  int32 [R]    row -> (source rank * T_max + token) * K + k, and -1 for a row of padding
     pair_rows_R    int32 [R]    rows pair by pair, inside a pair by k; pair p starts at pair_start_R[p]
     pair_start_R   int32 [R]    by pair; pairs are ordered by source rank, then token
     pair_output_R  int32 [R]    by pair: (source rank * T_max + token) * min(K, W) + number of lower ranks that the
@@ -26,7 +31,9 @@ class RoutePlan:
     """
 
     row_start_P: Tensor
+    num_rows_L: Tensor
     rank_rows_W: Tensor
+    num_routes_1: Tensor
     num_pairs_1: Tensor
     row_to_slot_R: Tensor
     pair_rows_R: Tensor

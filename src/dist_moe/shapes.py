@@ -10,7 +10,13 @@ A "route" is one (token, k); a "pair" is one (token, rank) with at least one rou
 one rank are one pair.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .formats import Format
 
 # Signal stages. PUBLISHED and COMBINED are used by every forward and backward, RESET by Context.reset() alone.
 PUBLISHED, COMBINED, RESET = 0, 1, 2
@@ -101,20 +107,40 @@ class Geometry:
     x_h1_bytes: int  # saved by a layer of balanced rows that keeps x and h1
     total_bytes: int
     training: bool
+    format: Format | None = None  # of block-scaled execution
+    stage_columns: int = 0  # see planner
+    output_columns: int = 0
+
+    @property
+    def place_words(self) -> int:
+        return PLACE_WORDS if self.format is None else SCALED_PLACE_WORDS
+
+    @property
+    def widest_rows(self) -> int:
+        """Width of the row bundles' place."""
+        return max(self.hidden_dim, self.intermediate_dim * (2 if self.training else 1))
 
 
-# Words of a place record (int64 [PLACE_WORDS]): where the stages of one call find their rows in the activation buffer.
+# Words of a place record (int64): where the stages of one call find their rows in the activation buffer.
 PLACE_KEPT = 0  # what stays in the slot: KEEPS_X alone (or nothing), KEEPS_H1 with x, KEEPS_ROWS: x_RD and h1
 PLACE_SLOT, PLACE_LAYER, PLACE_EPOCH = 1, 2, 3
 PLACE_X = 4  # saved x, in bf16 elements
-PLACE_XR = 5  # x_RD, in rows of D
+PLACE_XR = 5  # x_RD, in rows of D; block-scaled the row bundle of x and dy
 PLACE_H1 = 6  # h1, in rows of 2F
-PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F
-PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D
+PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F; block-scaled the row bundle of h2
+PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D; block-scaled h3 in rows of output_columns, x-gradients
 PLACE_SKIP_X, PLACE_SKIP_H1 = 9, 10  # stop words of saving x and making x_RD again, and of making h1 again: 0 to run
 PLACE_WORDS = 11
+# More words of block-scaled calls. A bundle has a word for its values, in rows of its width, and one for its scales,
+# in bytes; all row bundles have the same place for scales.
+PLACE_SKIP_COLUMNS = 11  # stop word of making the columns of x in forward
+PLACE_ROW_SCALES, PLACE_OUTER = 12, 13  # bytes; FP32 elements
+PLACE_G1_ROWS, PLACE_G2 = 14, 15  # rows of 2F values; g2_RF in rows of F
+PLACE_X_COLUMNS, PLACE_DY_COLUMNS, PLACE_H2_COLUMNS, PLACE_G1_COLUMNS = 16, 18, 20, 22  # the next word: scales
+PLACE_STAGE = 24  # bf16 rows before they are quantised, in rows of stage_columns
+SCALED_PLACE_WORDS = 25
 KEEPS_X, KEEPS_H1, KEEPS_ROWS = 0, 1, 2
-KEPT_NAMES = ("x", "x and h1", "rows of x and h1")
+KEPT_NAMES = ("x", "x and h1", "rows of x and h1")  # block-scaled the rows of x are its columns
 
 # Statistics of one rank, int64: these words, then a word a slot (most bytes used), then one a local expert (its rows).
 STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS = 0, 1, 2  # forwards, the rows that they received here, the most in one

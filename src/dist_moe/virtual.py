@@ -3,6 +3,7 @@
 For development, tests and bug reports without several processes or GPUs, and for one GPU that stands for several.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
-from .ops import expert_major
+from .ops import expert_major, unprepared
 from .symm import World
+from .weights import PreparedWeight
 
 
 @dataclass
@@ -25,8 +27,8 @@ class RankInputs:
     x_TD: Tensor
     ids_TK: Tensor
     scores_TK: Tensor
-    w13_L2FD: Tensor
-    w2_LDF: Tensor
+    w13_L2FD: Tensor | PreparedWeight
+    w2_LDF: Tensor | PreparedWeight
     grad_out_TD: Tensor | None = None
 
 
@@ -43,19 +45,27 @@ class _VirtualExperts(torch.autograd.Function):
     """One autograd node for all ranks: a forward that saves belongs to one backward that runs for all."""
 
     @staticmethod
-    def forward(autograd_ctx, context: Context, save: bool, *flat: Tensor):
+    def forward(autograd_ctx, context: Context, save: bool, prepared: list[list[Tensor | None]], *flat: Tensor):
+        """prepared: of every rank ops.prepared_operands, or nothing."""
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
         slot, depth = context.saved.selected
         with context.call():
             calls = []
-            for x_TD, ids_TK, scores_TK, *weights in ranks_in:
+            for (x_TD, ids_TK, scores_TK, *weights), operands in zip(ranks_in, prepared, strict=True):
                 out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-                inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *expert_major(context, *weights))
+                if context.path.format is None:
+                    weights = expert_major(context, *weights)
+                else:
+                    from . import ops_scaled  # registers ops that a bf16 program has no use for
+
+                    weights = ops_scaled.weights_of_call(context, *weights, operands)
+                inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
                 calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth))
             if save:
                 context.saved.push(slot, depth)
             moe.forward(context.path, context.ranks, calls)
-        autograd_ctx.save_for_backward(*(t for tensors in ranks_in for t in tensors[1:]))
+        read = [t for tensors in ranks_in for t in tensors[1:]] + [t for operands in prepared for t in operands]
+        autograd_ctx.save_for_backward(*read)
         outs = tuple(call.out_TD for call in calls)
         for call in calls:
             call.out_TD = None  # the outputs name this node: kept here, all of it would live until a garbage collection
@@ -69,6 +79,7 @@ class _VirtualExperts(torch.autograd.Function):
         saved = autograd_ctx.saved_tensors  # complains when one was changed in place
         context.require_newest(autograd_ctx.saved_forward)
         dtype = context.config.wgrad_dtype or torch.bfloat16
+        L, D, F = context.experts_per_rank, context.config.hidden_dim, context.config.intermediate_dim
         calls = [
             moe.BackwardCall(
                 grad_out.contiguous(),
@@ -80,8 +91,8 @@ class _VirtualExperts(torch.autograd.Function):
                 call.place,
                 torch.empty_like(call.x_TD),
                 torch.empty(call.scores_TK.shape, dtype=call.scores_TK.dtype, device=call.scores_TK.device),
-                torch.empty_like(call.w13_L2FD, dtype=dtype),
-                torch.empty_like(call.w2_LDF, dtype=dtype),
+                torch.empty((L, 2 * F, D), dtype=dtype, device=context.device),
+                torch.empty((L, D, F), dtype=dtype, device=context.device),
             )
             for call, grad_out in zip(autograd_ctx.calls, grad_outs, strict=True)
         ]
@@ -89,10 +100,11 @@ class _VirtualExperts(torch.autograd.Function):
             context.saved.pop(autograd_ctx.slot)
             moe.backward(context.path, context.ranks, calls)
         grads = []
+        saved = saved[: 4 * len(calls)]
         for c, w13, w2 in zip(calls, saved[2::4], saved[3::4], strict=True):
             weights = (c.grad_w13_L2FD.view(w13.shape), c.grad_w2_LDF.view(w2.shape))
             grads += [c.grad_x_TD, None, c.grad_scores_TK, *weights]
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def routed_experts(inputs: Sequence[RankInputs], context: Context) -> list[Tensor]:
@@ -101,12 +113,28 @@ def routed_experts(inputs: Sequence[RankInputs], context: Context) -> list[Tenso
     context.require_open()
     if len(inputs) != len(context.ranks):
         raise ValueError(f"routed_experts: {len(context.ranks)} virtual ranks need as many inputs, got {len(inputs)}")
-    flat = []
+    flat, prepared, save = [], [], False
     for rank in inputs:
         tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
         check_call(*tensors, context)
+        save |= wants_backward(context, *tensors)
+        tensors, operands = unprepared(tensors)
         flat += tensors
-    return list(_VirtualExperts.apply(context, wants_backward(context, *flat), *flat))
+        prepared.append(operands)
+    return list(_VirtualExperts.apply(context, save, prepared, *flat))
+
+
+def _source(x: Tensor | PreparedWeight) -> Tensor:
+    return x.source if isinstance(x, PreparedWeight) else x
+
+
+def _leaf(x: Tensor | PreparedWeight, requires_grad: bool) -> Tensor | PreparedWeight:
+    """A new leaf over the data of x, for gradients of this run alone."""
+    if not isinstance(x, PreparedWeight):
+        return x.detach().requires_grad_(requires_grad)
+    leaf = copy.copy(x)
+    object.__setattr__(leaf, "source", x.source.detach().requires_grad_(requires_grad))
+    return leaf
 
 
 def run_virtual(
@@ -133,10 +161,11 @@ def run_virtual(
         raise ValueError(f"run_virtual: grad_out_TD is given for some ranks only, {with_grad}; the backward needs all")
     backward = any(with_grad)
     names = ("x_TD", "scores_TK", "w13_L2FD", "w2_LDF")
-    leaves = [{name: getattr(rank, name).detach().requires_grad_(backward) for name in names} for rank in inputs]
+    leaves = [{name: _leaf(getattr(rank, name), backward) for name in names} for rank in inputs]
     for leaf in leaves:
         for name in ("w13_L2FD", "w2_LDF"):
-            leaf[name].grad_dtype = config.wgrad_dtype or leaf[name].dtype
+            weight = _source(leaf[name])
+            weight.grad_dtype = config.wgrad_dtype or weight.dtype
     with torch.set_grad_enabled(backward):
         outs = routed_experts(
             [RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)], context
@@ -146,6 +175,6 @@ def run_virtual(
         torch.autograd.backward(outs, [rank.grad_out_TD for rank in inputs])
         for result, leaf in zip(results, leaves, strict=True):
             for name in names:
-                setattr(result, f"grad_{name}", leaf[name].grad)
+                setattr(result, f"grad_{name}", _source(leaf[name]).grad)
     context.check()
     return results

@@ -154,7 +154,7 @@ EXAMPLES = {
         slot=(131072, 1255424, 2050048, 1255424),
         totals=(2353664, 3232256),
         less_scratch=(13696, 12288),
-        less_slot=(260608, 260608, 260608),  # h3 of two layers, 262144, but for row pitches
+        less_slot=(429824, 564992, 429824),  # of two layers h3 and the columns of h2
     ),
     "P9": Example(
         Config(100, 128, 128, 2, 8, 1, 1.5, block_scaled=STAGED),
@@ -165,7 +165,7 @@ EXAMPLES = {
         slot=(25600, 547840, 647168, 25600),
         totals=(1343488, 1343488),
         less_scratch=(16768, 0),
-        less_slot=(50432, 50432, 0),
+        less_slot=(135040, 151936, 0),
     ),
     "P10": Example(  # 32 balanced rows become 256
         Config(16, 256, 256, 2, 4, 1, block_scaled=STAGED),
@@ -176,7 +176,7 @@ EXAMPLES = {
         slot=(8192, 413696, 413696, 8192),
         totals=(886784, 886784),
         less_scratch=(8960, 0),
-        less_slot=(14848, 14848, 0),
+        less_slot=(82688, 82688, 0),
     ),
     "P11": Example(
         replace(INFERENCE, block_scaled=NVFP4),
@@ -197,7 +197,7 @@ EXAMPLES = {
         scratch=(1684480, 0),
         slot=(0, 0, 0, 0),
         totals=(1684480, 1684480),
-        less_scratch=(89728, 0),
+        less_scratch=(184576, 0),
         less_slot=(0, 0, 0),
     ),
     "P13 staged": Example(
@@ -219,7 +219,7 @@ EXAMPLES = {
         scratch=(1863680, 0),
         slot=(0, 0, 0, 0),
         totals=(1863680, 1863680),
-        less_scratch=(43264, 0),
+        less_scratch=(212480, 0),
         less_slot=(0, 0, 0),
     ),
     "P14": Example(
@@ -242,7 +242,7 @@ EXAMPLES = {
         slot=(469762048, 8460419072, 40932720640, 8460419072),
         totals=(20355383296, 38701268992),
         less_scratch=(55612416, 297271296),
-        less_slot=(3758026752, 3758026752, 3758026752),
+        less_slot=(4319252480, 8194789376, 4319252480),
     ),
     "P16": Example(
         replace(LARGE, block_scaled=MEGA),
@@ -252,8 +252,8 @@ EXAMPLES = {
         scratch=(3625353216, 19365101568),
         slot=(469762048, 8460419072, 40932720640, 8460419072),
         totals=(20546191360, 39911292928),
-        less_scratch=(71511040, 382205952),
-        less_slot=(3758026752, 3758026752, 3758026752),
+        less_scratch=(246420480, 1316487168),
+        less_slot=(4319252480, 8194789376, 4319252480),
     ),
     "P17": Example(  # a rank with one expert receives T * W rows at most, so that vmm has nothing to hold
         Config(128, 512, 256, 8, 8, 1, 2.0, vmm=TO_8),
@@ -307,7 +307,7 @@ GUIDE_TABLE = [  # precision, slot policy; published slot, device scratch, host,
     (None, FACTOR_1, 77309411328, 7449083904, 72007811072, 84758495232, 2415816704, 23353884672, 8587837440),
     (STAGED, {}, 1073741824, 8561811456, 81282465792, 9635553280, 134363136, 1277165568, 0),
     (STAGED, SIXTEEN_GIB, 17179869184, 8561811456, 81282465792, 25741680640, 134363136, 1277165568, 0),
-    (STAGED, FACTOR_1, 90839973888, 8561811456, 81282465792, 99401785344, 134363136, 1277165568, 8587509760),
+    (STAGED, FACTOR_1, 90839973888, 8561811456, 81282465792, 99401785344, 134363136, 1277165568, 24514002944),
 ]
 
 

@@ -7,10 +7,20 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.reference_plan import EXACT, allowed_excess, reference_plan
 
+from dist_moe import reference_slots, shapes
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
-from dist_moe.planner import MemoryPlan, plan_memory, saved_full_bytes, scratch_bytes, scratch_layout
+from dist_moe.planner import (
+    MemoryPlan,
+    plan_memory,
+    saved_full_bytes,
+    saved_h1_bytes,
+    scratch_bytes,
+    scratch_layout,
+    slot_geometry,
+)
 from dist_moe.shapes import align
 
 MXFP8 = tuple(BlockScaledConfig(pipeline=pipeline) for pipeline in ("staged", "mega"))
@@ -131,54 +141,7 @@ def test_regions_are_aligned_disjoint_inside_the_scratch_and_above_the_slots():
                 assert total_bytes - spans[0][0] <= scratch_bytes(config, num_rows)  # a call of fewer rows takes less
 
 
-# Block-scaled regions
-
-
-def packed(config: Config, width: int) -> int:
-    """Bytes of the values of a row."""
-    return width // 2 if config.block_scaled.format == "nvfp4" else width
-
-
-def row_scales(config: Config, rows: int, width: int) -> int:
-    nvfp4 = config.block_scaled.format == "nvfp4"
-    return rows * (align(width // (16 if nvfp4 else 32), 4) + (4 if nvfp4 else 0))
-
-
-class Walk:
-    """Regions taken down from an end, each at a multiple of its pitch; scales at multiples of 128."""
-
-    def __init__(self, end: int):
-        self.end = end
-
-    def take(self, rows: int, pitch: int) -> None:
-        self.end = (self.end - rows * pitch) // pitch * pitch
-
-    def take_scales(self, num_bytes: int) -> None:
-        assert num_bytes % 128 == 0 and self.end % 128 == 0
-        self.end -= num_bytes
-
-
-def lowest_byte(config: Config, total_bytes: int, rows: int) -> int:
-    D, F, staged = config.hidden_dim, config.intermediate_dim, config.block_scaled.pipeline == "staged"
-    columns = [] if config.inference else [D, F, D, 2 * F]  # x, h2, dy, g1
-    row_bundles = [[D], [F]] if staged else [[D, F]]  # what may lie in one place
-    row_bundles += [] if config.inference else [[2 * F]]
-    walk = Walk(total_bytes)
-    walk.take(rows, 4 * F)
-    for width in columns:
-        walk.take_scales(rows // 32 * width)
-    alternatives = [Walk(walk.end) for _ in row_bundles]
-    for place, widths in zip(alternatives, row_bundles, strict=True):
-        for width in widths:
-            place.take_scales(row_scales(config, rows, width))
-        for width in widths:
-            place.take(rows, packed(config, width))
-    walk.end = min(place.end for place in alternatives)
-    for width in columns:
-        walk.take(rows, width)
-    if not config.inference:
-        walk.take(rows, 2 * F)
-    return walk.end
+# Block-scaled regions as the device-side planner lays them out; test_plan_slots.py looks at their places
 
 
 def test_block_scaled_regions_fit_in_the_scratch():
@@ -187,24 +150,30 @@ def test_block_scaled_regions_fit_in_the_scratch():
         plan = outcome(plan_memory, config, W)
         if isinstance(plan, ValueError):
             continue
-        for rows, total_bytes in (
+        for capacity, total_bytes in (
             (plan.device_scratch_capacity_rows, plan.total_device_buffer_bytes),
             (plan.total_scratch_capacity_rows, plan.total_virtual_bytes),
         ):
-            assert lowest_byte(config, total_bytes, rows) >= plan.total_activation_bytes, (config, W)
-            fewer = rng.randint(0, rows // 128) * 128
-            assert total_bytes - lowest_byte(config, total_bytes, fewer) <= scratch_bytes(config, fewer)
+            geometry = replace(slot_geometry(config, W, plan), total_bytes=total_bytes)
+            for rows in {capacity, rng.randint(0, capacity // 128) * 128}:
+                place = torch.zeros(geometry.place_words, dtype=torch.int64)
+                used = reference_slots._place_scratch(place, geometry, rows, shapes.KEEPS_X)
+                assert used <= scratch_bytes(config, rows), (config, W)
+                assert total_bytes - used >= plan.total_activation_bytes and place.min() >= 0, (config, W)
 
 
-def test_block_scaled_layers_fit_in_the_slot():
-    """A layer that recomputes nothing, up from a multiple of 128: the scales of x and h2, h1, their values."""
+def test_block_scaled_layers_take_in_the_slot_what_is_planned():
+    """A layer that recomputes nothing, up from a multiple of 128: the scales of x, h1, the columns of x."""
     for config, W in random_cases(seed=7, number=500, precisions=MXFP8):
         plan = outcome(plan_memory, config, W)
         if isinstance(plan, ValueError) or config.inference:
             continue
         rows, D, F = plan.total_scratch_capacity_rows, config.hidden_dim, config.intermediate_dim
+        geometry, rows_1 = slot_geometry(config, W, plan), torch.tensor([rows])
+        for kept, planned in ((shapes.KEEPS_ROWS, saved_full_bytes), (shapes.KEEPS_H1, saved_h1_bytes)):
+            assert int(reference_slots._kept_bytes(rows_1, geometry, kept)) == planned(config, rows), (config, W)
         start = end = 128 * random.Random(rows).randint(0, 1000)
-        end += rows // 32 * (D + F)
-        for pitch in (4 * F, D, F):
+        end += rows // 32 * align(D, 128)
+        for pitch in (4 * F, D):
             end = align(end, pitch) + rows * pitch
         assert end - start <= saved_full_bytes(config, rows), (config, W)

@@ -42,11 +42,15 @@ def test_a_bf16_context_resolves_and_explains_no_op_of_the_formats():
     assert function(impl) is reference.quantize_weights
 
 
-def test_weight_gradients_on_hopper_run_in_gluon():
-    on_hopper, on_blackwell = (choose("grouped_gemm_wgrad", call(CUDA, (major, 0))) for major in (9, 10))
+@pytest.mark.parametrize(
+    "op",
+    ["grouped_gemm_wgrad", "grouped_gemm_scaled", "grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"],
+)
+def test_what_on_hopper_runs_in_gluon(op):
+    on_hopper, on_blackwell = (choose(op, call(CUDA, (major, 0))) for major in (9, 10))
     assert on_hopper[0].backend == "gluon" and on_hopper[1] == []
     assert on_blackwell[0].backend == "triton" and "9.x" in on_blackwell[1][0]
-    assert choose("grouped_gemm_wgrad", call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
+    assert choose(op, call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")

@@ -28,13 +28,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Ranks:
     """Regions and plans of all ranks; x_TD, ids_TK and scores_TK are lists by rank, T may differ."""
 
-    def __init__(self, device, x, ids, scores, *, E, T_max=None, dy=None):
-        self.device, self.W, self.E = device, len(ids), E
+    def __init__(self, device, x, ids, scores, *, E, T_max=None, dy=None, alignment=1):
+        self.device, self.W, self.E, self.alignment = device, len(ids), E, alignment
         (_, self.K), self.D = ids[0].shape, x[0].shape[1]
         self.T = [len(i) for i in ids]
         self.T_max = T_max or max(1, *self.T)
         self.J = min(self.K, self.W)
-        self.capacity = self.W * self.T_max * min(self.K, E // self.W)
+        L = E // self.W
+        self.capacity = self.W * self.T_max * min(self.K, L) + L * (alignment - 1)
         self.stop_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.world = World.virtual(self.W, device)
         by_token = (self.T_max, self.K)
@@ -86,6 +87,7 @@ class Ranks:
             rank=r,
             num_experts=self.E,
             capacity_rows=self.capacity,
+            row_alignment=self.alignment,
             fault_F=fault_F,
         )
         assert fault_F[0] == 0
@@ -97,18 +99,21 @@ class Ranks:
     def num_rows(self, r) -> int:
         return int(self.plans[r].row_start_P[-1])
 
+    def is_padding(self, r) -> torch.Tensor:
+        return self.plans[r].row_to_slot_R[: self.num_rows(r)] == -1
+
     def start_1(self) -> torch.Tensor:
         return torch.tensor([GUARD_ROWS], dtype=torch.int64, device=self.device)
 
-    def buffer(self) -> torch.Tensor:
+    def buffer(self, pitch=None) -> torch.Tensor:
         """An activation buffer in which a stage's rows start at GUARD_ROWS, all NaN."""
-        shape = (self.capacity + 2 * GUARD_ROWS, self.D)
+        shape = (self.capacity + 2 * GUARD_ROWS, pitch or self.D)
         return torch.full(shape, NAN, dtype=torch.bfloat16, device=self.device)
 
     def row_floats(self) -> torch.Tensor:
         return torch.full((self.capacity,), NAN, device=self.device)
 
-    def dispatch(self, op, r, *, dedup, half=0, stop_1=None, rows_XD=None):
+    def dispatch(self, op, r, *, dedup, half=0, stop_1=None, rows_XD=None, columns=None):
         """(rows_XD, row_scores_R) of rank r by one implementation of the op."""
         rows_XD, row_scores_R = self.buffer() if rows_XD is None else rows_XD, self.row_floats()
         rank = self.ranks[r]
@@ -122,10 +127,11 @@ class Ranks:
             start_1=self.start_1(),
             row_scores_R=row_scores_R,
             stop_1=self.stop_1 if stop_1 is None else stop_1,
+            columns=columns,
         )
         return rows_XD, row_scores_R
 
-    def combine(self, op, r, rows_XD, *, dedup, row_scores_R=None, row_score_grads_R=None, stop_1=None, num_sms=None):
+    def combine(self, op, r, rows_XD, *, dedup, row_scores_R=None, row_score_grads_R=None, stop_1=None, **how):
         op(
             self.plans[r],
             rows_XD,
@@ -136,7 +142,7 @@ class Ranks:
             row_score_grads_R=row_score_grads_R,
             score_grads=None if row_score_grads_R is None else self.ranks[r].score_grads,
             stop_1=self.stop_1 if stop_1 is None else stop_1,
-            num_sms=num_sms,
+            **how,
         )
 
     def reduce(self, op, r, *, dedup, scaled, out_TD=None, stop_1=None):
@@ -166,7 +172,7 @@ class Ranks:
                 region.own.fill_(NAN)
 
 
-def random_ranks(device, routing, *, W, T, K, L, D, seed=0, T_max=None, integers=False) -> Ranks:
+def random_ranks(device, routing, *, W, T, K, L, D, seed=0, T_max=None, integers=False, alignment=1) -> Ranks:
     """Data by seed, routes by name: normal values, or small integers on which every sum is exact."""
     g = torch.Generator().manual_seed(seed)
 
@@ -175,10 +181,11 @@ def random_ranks(device, routing, *, W, T, K, L, D, seed=0, T_max=None, integers
 
     ids = testing.routing(routing, num_ranks=W, T=T, K=K, E=W * L, seed=seed)
     x, dy = ([draw(len(i), D).bfloat16() for i in ids] for _ in range(2))
-    return Ranks(device, x, ids, [draw(len(i), K) for i in ids], E=W * L, T_max=T_max, dy=dy)
+    scores = [draw(len(i), K) for i in ids]
+    return Ranks(device, x, ids, scores, E=W * L, T_max=T_max, dy=dy, alignment=alignment)
 
 
-def ranks_of(device, routing: Routing, D: int = 32, broken: frozenset[int] = frozenset()) -> Ranks:
+def ranks_of(device, routing: Routing, D=32, broken: frozenset[int] = frozenset(), alignment=1) -> Ranks:
     """Tokens of small integers that differ by rank, token and column; tokens in `broken` hold a NaN on every rank."""
     x, dy = [], []
     for rank, ids in enumerate(routing.ids):
@@ -187,9 +194,8 @@ def ranks_of(device, routing: Routing, D: int = 32, broken: frozenset[int] = fro
         dy.append(((rank * 5 + t * 2 + d) % 7 - 3).bfloat16())
         for row in broken & set(range(len(ids))):
             x[-1][row, row] = NAN
-    return Ranks(
-        device, x, list(routing.ids), list(routing.scores), E=routing.num_experts, T_max=routing.num_tokens_max, dy=dy
-    )
+    sizes = {"E": routing.num_experts, "T_max": routing.num_tokens_max, "alignment": alignment}
+    return Ranks(device, x, list(routing.ids), list(routing.scores), dy=dy, **sizes)
 
 
 # The routes of RoutePlan's docstring, W = 1, T = 3, K = 2, L = 2; a value is repeated over D = 32 columns.

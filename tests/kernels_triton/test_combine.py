@@ -26,36 +26,43 @@ both_schemes = pytest.mark.parametrize("dedup", [False, True], ids=["routes", "p
 
 
 def filled_rows(ranks: Ranks, r: int, seed: int = 0) -> torch.Tensor:
-    """An activation buffer with normal values in the rows of the stage, NaN around them."""
+    """An activation buffer with normal values in the rows of the stage, NaN around them and in rows of padding."""
     rows_XD, num_rows = ranks.buffer(), ranks.num_rows(r)
     values = torch.randn(num_rows, ranks.D, generator=torch.Generator().manual_seed(seed)).bfloat16()
     rows_XD[GUARD_ROWS : GUARD_ROWS + num_rows] = values.to(ranks.device)
+    rows_XD[GUARD_ROWS : GUARD_ROWS + num_rows][ranks.is_padding(r)] = NAN
     return rows_XD
 
 
 def row_floats(ranks: Ranks, r: int, seed: int) -> torch.Tensor:
-    """Normal values by row, NaN past the last row."""
+    """Normal values by row, NaN in rows of padding and past the last row."""
     values, num_rows = ranks.row_floats(), ranks.num_rows(r)
     values[:num_rows] = torch.randn(num_rows, generator=torch.Generator().manual_seed(seed)).to(ranks.device)
+    values[:num_rows][ranks.is_padding(r)] = NAN
     return values
 
 
-def assert_combine_equals_oracle(ranks: Ranks, dedup: bool, backward: bool) -> None:
-    """Compares everything that a push can reach on any rank, what must stay as it was included."""
-    pushed = []
-    for op in (combine, reference.combine):
-        ranks.poison_pushed()
-        for r in range(ranks.W):
+def pushed_by(op, ranks: Ranks, dedup: bool, backward: bool, windows=(None,)) -> torch.Tensor:
+    """Everything that a push can reach on any rank, what must stay as it was included; one push a window of columns."""
+    ranks.poison_pushed()
+    for r in range(ranks.W):
+        rows_XD = filled_rows(ranks, r, r)
+        for window in windows:
+            first, width = window or (0, ranks.D)
             ranks.combine(
                 op,
                 r,
-                filled_rows(ranks, r, r),
+                rows_XD[:, first : first + width].contiguous(),
                 dedup=dedup,
                 row_scores_R=row_floats(ranks, r, r + 50) if dedup and not backward else None,
                 row_score_grads_R=row_floats(ranks, r, r + 99) if backward else None,
+                columns=window,
             )
-        pushed.append(ranks.pushed(dedup))
-    assert torch.equal(*pushed)
+    return ranks.pushed(dedup)
+
+
+def assert_combine_equals_oracle(ranks: Ranks, dedup: bool, backward: bool) -> None:
+    assert torch.equal(*(pushed_by(op, ranks, dedup, backward) for op in (combine, reference.combine)))
 
 
 def assert_reduce_equals_oracle(ranks: Ranks, dedup: bool, scaled: bool) -> None:
@@ -107,11 +114,25 @@ def test_equals_the_oracle(device, routing, W, T, K, L, D, backward, dedup):
 
 @both_schemes
 @settings(max_examples=25)
-@given(routing=routings(max_tokens=4), backward=st.booleans())
-def test_any_routing(device, dedup, routing, backward):
-    ranks = ranks_of(device, routing)
+@given(routing=routings(max_tokens=4), backward=st.booleans(), alignment=st.sampled_from([1, 4]))
+def test_any_routing(device, dedup, routing, backward, alignment):
+    ranks = ranks_of(device, routing, alignment=alignment)
     assert_combine_equals_oracle(ranks, dedup, backward)
     assert_reduce_equals_oracle(ranks, dedup, scaled=not dedup and not backward)
+
+
+@both_schemes
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_aligned_experts_and_windows_of_columns(device, backward, dedup):
+    """A push a window leaves what one of all columns does; no NaN of a row of padding arrives anywhere."""
+    ranks = random_ranks(device, "zipf(1.0)", W=3, T=50, K=3, L=3, D=160, alignment=128)
+    assert all(ranks.is_padding(r).any() for r in range(ranks.W))
+    whole = pushed_by(reference.combine, ranks, dedup, backward)
+    assert_reduce_equals_oracle(ranks, dedup, scaled=not dedup and not backward)
+    for op in (combine, reference.combine):
+        assert torch.equal(pushed_by(op, ranks, dedup, backward, [(0, 96), (96, 64)]), whole)
+    part = [pushed_by(op, ranks, dedup, backward, [(32, 96)]) for op in (combine, reference.combine)]
+    assert torch.equal(*part) and not torch.equal(part[0], whole)
 
 
 @settings(max_examples=10)

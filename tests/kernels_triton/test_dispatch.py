@@ -50,9 +50,32 @@ def test_equals_the_oracle(device, routing, W, T, K, L, D, half, dedup):
 
 @both_schemes
 @settings(max_examples=30)
-@given(routing=routings(max_tokens=4), broken=st.frozensets(st.integers(0, 3)), half=st.integers(0, 1))
-def test_any_routing_and_broken_tokens(device, dedup, routing, broken, half):
-    assert_equals_oracle(ranks_of(device, routing, D=96, broken=broken), dedup, half)
+@given(
+    routing=routings(max_tokens=4),
+    broken=st.frozensets(st.integers(0, 3)),
+    half=st.integers(0, 1),
+    alignment=st.sampled_from([1, 4]),
+)
+def test_any_routing_and_broken_tokens(device, dedup, routing, broken, half, alignment):
+    assert_equals_oracle(ranks_of(device, routing, D=96, broken=broken, alignment=alignment), dedup, half)
+
+
+@both_schemes
+@pytest.mark.parametrize("half", [0, 1], ids=["x", "dy"])
+def test_aligned_experts_and_windows_of_columns(device, half, dedup):
+    """A window is that part of all columns; rows of padding, and columns past the window, keep what is there."""
+    ranks = random_ranks(device, "zipf(1.0)", W=3, T=50, K=3, L=3, D=160, alignment=128)
+    for r in range(ranks.W):
+        padding = ranks.is_padding(r)
+        whole_XD, row_scores_R = ranks.dispatch(dispatch, r, dedup=dedup, half=half)
+        assert padding.any() and torch.equal(row_scores_R[: len(padding)].isnan(), padding)
+        assert torch.equal(whole_XD[GUARD_ROWS:][: len(padding)].isnan(), padding[:, None].expand(-1, 160))
+        for first, width, pitch in ((0, 96, 96), (96, 64, 96), (32, 96, 128)):
+            for op in (dispatch, reference.dispatch):
+                how = {"columns": (first, width), "rows_XD": ranks.buffer(pitch)}
+                rows_XD, scores_R = ranks.dispatch(op, r, dedup=dedup, half=half, **how)
+                assert same_bits(rows_XD[:, :width], whole_XD[:, first : first + width])
+                assert same_bits(scores_R, row_scores_R) and rows_XD[:, width:].isnan().all()
 
 
 @both_schemes

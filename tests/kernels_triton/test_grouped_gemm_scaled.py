@@ -466,9 +466,9 @@ def test_what_is_refused(device):
 
     forward()
     wrong = [
-        ({"rows": rows._replace(values=rows.values.view(torch.uint8))}, "a values must be contiguous torch.float8_e4m"),
-        ({"rows": rows._replace(scales=rows.scales.view(-1, 1))}, r"a scales must be .*\['any'\]"),
-        ({"rows": rows._replace(outer_inv=out[:, 0].float())}, "a outer_inv must be None"),
+        ({"rows": rows._replace(values=rows.values.view(torch.uint8))}, "a.values must be contiguous torch.float8_e4m"),
+        ({"rows": rows._replace(scales=rows.scales.view(-1, 1))}, r"a.scales must be .*\[any\]"),
+        ({"rows": rows._replace(outer_inv=out[:, 0].float())}, "a.outer_inv must be None"),
         ({"w": (w[0][:, :40], w[1])}, "w_values_LNK must be"),
         ({"w": (w[0], w[1][:-1])}, r"w_scales must be .*\[512, 8\]"),
         ({"out": out.float()}, r"out must be contiguous bf16 \[any, 96\]"),
@@ -539,6 +539,9 @@ def test_hopper_equals_the_oracle(case, device):
         out = problem.run(scaled_hopper, "forward", config=config, square=square)
         assert_equal(out, ref)
         assert torch.equal(out, problem.run(scaled_hopper, "forward", config=config, square=square, num_sms=1))
+    out = problem.run(scaled_hopper, "dgrad")
+    assert_equal(out, problem.run(reference, "dgrad"))
+    assert torch.equal(out, problem.run(scaled_hopper, "dgrad", num_sms=1))
 
 
 @pytest.mark.sm90
@@ -556,6 +559,35 @@ def test_hopper_windows_and_bits(device):
         problem.stop.fill_(1)
         assert (problem.run(scaled_hopper, "forward", **options) == BAD_OUT).all()
         problem.stop.zero_()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
+def test_hopper_gradients_equal_the_oracle(case, dtype, accumulate, device):
+    from dist_moe.kernels_triton import scaled_wgrad_hopper
+
+    problem = Problem(case, MXFP8_E4M3, device)
+    before = torch.randn(problem.w.values.shape, device=device).to(dtype)
+    ref = problem.run(reference, "wgrad", before.clone(), accumulate=accumulate)
+    for num_sms in (None, 1):
+        out = problem.run(scaled_wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate, num_sms=num_sms)
+        for e, rows in enumerate(case.rows):
+            if rows:
+                assert_close(out[e], ref[e], "gemm")
+            else:
+                assert torch.equal(out[e], ref[e])
+    problem.stop.fill_(1)
+    assert torch.equal(problem.run(scaled_wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate), before)
+
+
+def test_choice_of_the_tile_on_hopper():
+    from dist_moe.kernels_triton.scaled_hopper import pick_config
+
+    rows = [pick_config(True, n).rows for n in (1, 16, 17, 33, 64, 65, None)]
+    assert rows == [16, 16, 32, 64, 64, 128, 128]
+    assert [pick_config(False, n).rows for n in (16, 65, None)] == [16, 64, 64]
 
 
 # Sizes of real models, compiled only

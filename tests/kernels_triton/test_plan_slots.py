@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_moe import reference, shapes
+from dist_moe import BlockScaledConfig, Config, reference, shapes
+from dist_moe.formats import MXFP8_E4M3, NVFP4
 from dist_moe.kernels_triton import plan_slots as kernels
-from dist_moe.shapes import Geometry
+from dist_moe.planner import output_columns, scratch_bytes, stage_columns
+from dist_moe.shapes import Geometry, align
 
 UNTOUCHED = -77
 DEEPEST = 16  # layers of a slot, at most
@@ -29,6 +31,15 @@ def geometry(D, F, *, slot_bytes, T_max=4, balanced=4, num_slots=1, capacity=64,
     pitches = (2 * D, 4 * F, 2 * F, 2 * D) if training else (2 * D, 4 * F, 2 * F)
     total = num_slots * slot_bytes + sum((capacity + 1) * pitch for pitch in pitches)
     return Geometry(D, F, slot_bytes, x_bytes, x_h1_bytes, total, training)
+
+
+def scaled_geometry(D, F, *, slot_bytes, T_max=4, balanced=128, num_slots=1, capacity=512, format=MXFP8_E4M3, stage=0):
+    """As the planner makes it; training in MXFP8, inference in NVFP4."""
+    g = geometry(D, F, slot_bytes=slot_bytes, T_max=T_max, balanced=balanced, training=not format.two_level)
+    how = {"inference": True} if format.two_level else {}
+    config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig(format.name), **how)
+    total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity)
+    return replace(g, total_bytes=total, format=format, stage_columns=stage, output_columns=output_columns(config))
 
 
 class Planner:
@@ -45,7 +56,7 @@ class Planner:
         self.header = SimpleNamespace(own=torch.full((shapes.HEADER_WORDS,), UNTOUCHED, device=device))
 
     def _run(self, op, *args, **kwargs) -> torch.Tensor:
-        place = torch.full((shapes.PLACE_WORDS,), UNTOUCHED, dtype=torch.int64, device=self.device)
+        place = torch.full((self.g.place_words,), UNTOUCHED, dtype=torch.int64, device=self.device)
         op(
             *args,
             rank=self.rank,
@@ -60,16 +71,17 @@ class Planner:
         )
         return place
 
-    def _row_start(self, rank_rows) -> torch.Tensor:
+    def _num_rows(self, rank_rows) -> torch.Tensor:
         """Rows of this rank over L experts: all but one in the last, where there are several."""
         rows = rank_rows[self.rank]
-        return torch.tensor([0, min(rows, 1), min(rows, 1), rows], dtype=torch.int32, device=self.device)
+        one = min(rows, 1)
+        return torch.tensor([one, 0, rows - one], dtype=torch.int32, device=self.device)
 
     def _rows(self, rank_rows) -> torch.Tensor:
         return torch.tensor(rank_rows, dtype=torch.int64, device=self.device)
 
     def forward(self, rank_rows, *, slot=0, depth=1, save=True) -> torch.Tensor:
-        tables = (self._rows(rank_rows), self._row_start(rank_rows))
+        tables = (self._rows(rank_rows), self._num_rows(rank_rows))
         return self._run(self.ops.plan_forward, *tables, slot=slot, depth=depth, save=save, stats_S=self.stats_S)
 
     def backward(self, saved_place, rank_rows) -> torch.Tensor:
@@ -117,6 +129,9 @@ def words(place, *names) -> list[int]:
 
 def kept_bytes(g: Geometry, rows: int, kept: int) -> int:
     """One row more of x_RD and of h1 where they are kept, the sum rounded up to 128 bytes."""
+    if g.format is not None and kept == shapes.KEEPS_ROWS:
+        raw = (rows + 1) * (g.hidden_dim + 4 * g.intermediate_dim) + rows // 32 * align(g.hidden_dim, 128)
+        return raw - raw % 128
     raw = (rows + 1) * 2 * g.hidden_dim if kept == shapes.KEEPS_ROWS else g.x_bytes
     raw += (rows + 1) * 4 * g.intermediate_dim if kept != shapes.KEEPS_X else 0
     return raw + -raw % 128
@@ -157,13 +172,53 @@ class Rules:
 
 def slot_bytes_in_use(g: Geometry, place, rows: int, num_tokens_max: int) -> list[tuple[int, int]]:
     """Byte ranges that a live layer holds in its slot."""
-    if word(place, "KEPT") == shapes.KEEPS_ROWS:
+    if word(place, "KEPT") == shapes.KEEPS_ROWS and g.format is not None:
+        held = _column_bundle(place, "X", rows, g.hidden_dim)
+    elif word(place, "KEPT") == shapes.KEEPS_ROWS:
         held = [_region(word(place, "XR"), rows, 2 * g.hidden_dim)]
     else:
         held = [(2 * word(place, "X"), 2 * word(place, "X") + 2 * g.hidden_dim * num_tokens_max)]
     if word(place, "KEPT") != shapes.KEEPS_X:
         held.append(_region(word(place, "H1"), rows, 4 * g.intermediate_dim))
     return held
+
+
+def _column_bundle(place, name: str, rows: int, width: int) -> list[tuple[int, int]]:
+    scales = int(place[getattr(shapes, f"PLACE_{name}_COLUMNS") + 1])
+    assert scales % 128 == 0
+    return [_region(word(place, f"{name}_COLUMNS"), rows, width), (scales, scales + rows // 32 * align(width, 128))]
+
+
+def scaled_scratch_in_use(g: Geometry, place, rows: int) -> list[list[tuple[int, int]]]:
+    """Byte ranges of what a block-scaled call uses at the same time, moment by moment."""
+    D, F, kept = g.hidden_dim, g.intermediate_dim, word(place, "KEPT")
+    h1 = [_region(word(place, "H1"), rows, 4 * F)] if kept == shapes.KEEPS_X else []
+
+    def row_bundle(name: str, width: int) -> list[tuple[int, int]]:
+        scales = word(place, "ROW_SCALES")
+        held = [_region(word(place, name), rows, width // g.format.values_per_byte)]
+        if g.format.two_level:
+            held.append(_region(word(place, "OUTER"), rows, 4))
+        return [*held, (scales, scales + rows * align(width // g.format.block, 4))]
+
+    if not g.training:
+        h3 = [_region(word(place, "H3"), rows, 2 * g.output_columns)]
+        return [row_bundle("XR", D) + h1, row_bundle("H2", F) + h1, row_bundle("H2", F) + h3]
+    x_columns = _column_bundle(place, "X", rows, D) if kept != shapes.KEEPS_ROWS else []
+    dy_columns, h2_columns, g1_columns = (
+        _column_bundle(place, n, rows, w) for n, w in (("DY", D), ("H2", F), ("G1", 2 * F))
+    )
+    stage = [_region(word(place, "STAGE"), rows, 2 * g.stage_columns)] if g.stage_columns else []
+    wide = [_region(word(place, "H3"), rows, 2 * D)]
+    g2, dy = [_region(word(place, "G2"), rows, 2 * F)], row_bundle("XR", D)
+    return [
+        stage + dy + x_columns + h1,  # x arrives
+        row_bundle("H2", F) + wide + h1,  # the last of a forward
+        stage + dy + x_columns + dy_columns + h1,  # dy arrives
+        dy + g2 + h1 + x_columns + dy_columns,
+        row_bundle("G1_ROWS", 2 * F) + g1_columns + h2_columns + g2 + h1 + x_columns + dy_columns,
+        row_bundle("G1_ROWS", 2 * F) + wide,
+    ]
 
 
 def scratch_in_use(g: Geometry, place, rows: int) -> list[tuple[int, int]]:
@@ -180,6 +235,10 @@ def scratch_in_use(g: Geometry, place, rows: int) -> list[tuple[int, int]]:
 
 def _region(first_row, rows, pitch) -> tuple[int, int]:
     return first_row * pitch, (first_row + rows) * pitch
+
+
+def moments(g: Geometry, place, rows: int) -> list[list[tuple[int, int]]]:
+    return [scratch_in_use(g, place, rows)] if g.format is None else scaled_scratch_in_use(g, place, rows)
 
 
 def assert_disjoint(ranges, total_bytes) -> None:
@@ -261,6 +320,27 @@ def test_traces(device, slot_bytes, layers, kept, used):
     assert planner.state == ([[0, 0]], [0], [0] * shapes.FAULT_WORDS)
 
 
+# MXFP8, D = F = 128, T_max = 256, 640 balanced rows: x takes 65536 bytes, R rows 640 (R + 1) + 4 R.
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept", "used"),
+    [
+        pytest.param([(512, 512), (640, 640)], [2, 2], [330368 + 412800] * 2, id="fewer-first"),
+        pytest.param([(640, 640), (640, 640)], [2, 2], [825600, 825600], id="exactly-full"),
+        pytest.param([(768, 512), (640, 640)], [1, 0], [459264 + 65536, 328192 + 65536], id="one-rank-is-full"),
+        pytest.param([(0, 0), (640, 640)], [2, 2], [640 + 412800] * 2, id="no-rows"),
+    ],
+)
+def test_scaled_traces(device, layers, kept, used):
+    planner = Both(device, scaled_geometry(128, 128, slot_bytes=825600, T_max=256, balanced=640), W=2)
+    places = [planner.forward(rows, depth=2) for rows in layers]
+    assert [word(place, "KEPT") for place in places] == kept and planner.state[0] == [used]
+    for place, rows in zip(reversed(places), reversed(layers), strict=True):
+        planner.backward(place, rows)
+    assert planner.state == ([[0, 0]], [0], [0] * shapes.FAULT_WORDS)
+
+
 def test_a_slot_that_was_to_hold_fewer_layers_has_no_room(device):
     """The first layer left nothing for a second: a fault before anything is placed, not a write past the slot."""
     planner = Both(device, geometry(128, 128, slot_bytes=6400, balanced=8), W=2)
@@ -301,10 +381,21 @@ def programs(draw) -> Program:
     W, num_slots, depth = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     D, F, T_max = draw(st.integers(1, 5)) * 32, draw(st.integers(1, 5)) * 32, draw(st.integers(1, 9))
     smallest = depth * ((2 * T_max * D + 127) // 128 * 128)
-    slot_bytes = smallest + 128 * draw(st.integers(0, 40) | st.integers(100, 500))
-    how = {"T_max": T_max, "balanced": draw(st.integers(0, 20)), "num_slots": num_slots, "capacity": MAX_ROWS}
-    g = geometry(D, F, slot_bytes=slot_bytes, **how)
-    rows = st.lists(st.integers(0, MAX_ROWS), min_size=W, max_size=W)
+    slot_bytes = smallest + 128 * draw(st.integers(0, 40) | st.integers(100, 2000))
+    how = {"T_max": T_max, "num_slots": num_slots}
+    rows = st.integers(0, MAX_ROWS)
+    if draw(st.booleans()):
+        rows = st.integers(0, 3).map(lambda atoms: 128 * atoms)
+        room = stage_columns(Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig()))
+        how |= {
+            "balanced": 128 * draw(st.integers(0, 2)),
+            "capacity": 3 * 128,
+            "stage": draw(st.sampled_from([0, room])),
+        }
+        g = scaled_geometry(D, F, slot_bytes=slot_bytes, **how)
+    else:
+        g = geometry(D, F, slot_bytes=slot_bytes, balanced=draw(st.integers(0, 20)), capacity=MAX_ROWS, **how)
+    rows = st.lists(rows, min_size=W, max_size=W)
     steps = draw(st.lists(st.tuples(st.integers(0, num_slots - 1), rows, st.booleans()), max_size=10))
     return Program(W, num_slots, depth, T_max, g, steps)
 
@@ -325,7 +416,8 @@ def test_any_program(device, program, data):
             for saved, its_rows in stack
             for r in slot_bytes_in_use(g, saved, its_rows[rank], program.num_tokens_max)
         ]
-        assert_disjoint(held + scratch_in_use(g, place, rows[rank]), g.total_bytes)
+        for scratch in moments(g, place, rows[rank]):
+            assert_disjoint(held + scratch, g.total_bytes)
         for slot, stack in live.items():
             in_slot = [
                 r for saved, its in stack for r in slot_bytes_in_use(g, saved, its[rank], program.num_tokens_max)
@@ -343,6 +435,9 @@ def test_any_program(device, program, data):
         skips = [kept == shapes.KEEPS_ROWS, kept != shapes.KEEPS_X]
         assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [kept, *skips] == words(saved, "KEPT", "SKIP_X", "SKIP_H1")
         in_slot = {shapes.KEEPS_X: ["X"], shapes.KEEPS_H1: ["X", "H1"], shapes.KEEPS_ROWS: ["XR", "H1"]}[kept]
+        if g.format is not None:
+            assert word(saved, "SKIP_COLUMNS") == (kept != shapes.KEEPS_ROWS)
+            in_slot = ["X_COLUMNS" if name == "XR" else name for name in in_slot]
         assert words(place, *in_slot) == words(saved, *in_slot)
         check(place, rows)  # before the layer goes: its backward still reads what was saved
         live[slot].pop()
@@ -360,6 +455,29 @@ def test_any_program(device, program, data):
             backward(slot)
     zeros = [[0] * program.W] * program.num_slots
     assert planner.state == (zeros, [0] * program.num_slots, [0] * shapes.FAULT_WORDS)
+
+
+@pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (256, 32)])
+@pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
+def test_scaled_calls_without_saving(device, D, F, format):
+    """Also the largest call that there is room for, in inference h3 with all columns of a pass."""
+    g = scaled_geometry(D, F, slot_bytes=1024, format=format)
+    for rows in (0, 128, 512):
+        planner = Both(device, g, W=1)
+        place = planner.forward([rows], save=False)
+        for scratch in moments(g, place, rows):
+            assert_disjoint([(0, 1024 * g.training), *scratch], g.total_bytes)
+        assert words(place, "SKIP_X", "SKIP_H1", "SKIP_COLUMNS", "SLOT") == [1, 1, 1, UNTOUCHED]
+
+
+def test_example_of_scaled_scratch(device):
+    g = replace(scaled_geometry(32, 32, slot_bytes=0), total_bytes=80000)
+    planner = Both(device, g, W=1)
+    place = planner.forward([128], save=False)
+    assert words(place, "H1", "XR", "H2", "G1_ROWS", "H3", "G2") == [477, 1780, 1780, 826, 697, 441]
+    columns = slice(shapes.PLACE_X_COLUMNS, shapes.PLACE_STAGE)
+    assert place[columns].tolist() == [1394, 78976, 1522, 78464, 754, 77952, 569, 77440]
+    assert word(place, "ROW_SCALES") == 79488 and int(planner.kernel.stats_S[shapes.STATS_SCRATCH]) == 55872
 
 
 @settings(max_examples=20)

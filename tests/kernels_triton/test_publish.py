@@ -16,7 +16,9 @@ NAN, INF = float("nan"), float("inf")
 HASH = 0x0123456789ABCDEF
 
 
-def published(op, device, x_TD, ids_TK, scores_TK, *, E, T_max, half=0, check_TD=None, **words) -> SimpleNamespace:
+def published(
+    op, device, x_TD, ids_TK, scores_TK, *, E, T_max, half=0, check_TD=None, packed=False, **words
+) -> SimpleNamespace:
     """All that an op may write, as it is after one call; what it does not write keeps its poison."""
     K, D = ids_TK.shape[1], x_TD.shape[1]
     regions = World.virtual(1, device).allocate(
@@ -53,6 +55,7 @@ def published(op, device, x_TD, ids_TK, scores_TK, *, E, T_max, half=0, check_TD
         ids=r.ids,
         scores=r.scores,
         stop_1=word("stop"),
+        packed=packed,
     )
     return SimpleNamespace(tokens=r.tokens.own, header=r.header.own, ids=r.ids.own, scores=r.scores.own, call=call_1)
 
@@ -179,6 +182,17 @@ def test_half_1_checks_another_x(device):
     dy = torch.full_like(x, NAN)
     got = assert_equals_oracle(device, dy, ids, scores, E=4, T_max=8, half=1, check_TD=x)
     assert torch.isnan(got.tokens[1, :6]).all() and (got.tokens[0] == 7).all() and (got.tokens[1, 6:] == 7).all()
+
+
+@pytest.mark.parametrize("check_is_x", [True, False])
+@pytest.mark.parametrize("check_skip", [0, 1])
+def test_packed_rows_stay(device, check_is_x, check_skip):
+    x, ids, scores = random_call(device, 6, 3, 4, 64)
+    how = {"check_TD": None if check_is_x else x.flip(0), "check_skip": check_skip}
+    got = assert_equals_oracle(device, x, ids, scores, E=4, T_max=8, packed=True, **how)
+    copied = published(publish, device, x, ids, scores, E=4, T_max=8, **how)
+    assert (got.tokens == 7).all() and (got.header == copied.header).all() and (got.ids == copied.ids).all()
+    assert torch.equal(bits(got.scores), bits(copied.scores))
 
 
 def test_check_is_left_out_where_told(device):

@@ -5,19 +5,21 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.strategies import routings
 
 from dist_moe import reference, shapes, testing
 from dist_moe.kernels_triton import route as kernels
 from dist_moe.route_plan import RoutePlan
+from dist_moe.shapes import align
 from dist_moe.symm import World
 
 
 class Ranks:
     """Virtual ranks whose regions hold resolved ids; past T they hold a valid expert that nobody may count."""
 
-    def __init__(self, device, ids, *, E, T_max=None):
-        self.device, self.W, self.E, self.K = device, len(ids), E, ids[0].shape[1]
+    def __init__(self, device, ids, *, E, T_max=None, alignment=1):
+        self.device, self.W, self.E, self.K, self.alignment = device, len(ids), E, ids[0].shape[1], alignment
         self.T_max = T_max or max(1, *(len(i) for i in ids))
         self.resolved = [reference.resolve_routes(i, torch.zeros(i.shape), E)[0] for i in ids]
         regions = {"ids": ((self.T_max, self.K), torch.int16), "header": ((shapes.HEADER_WORDS,), torch.int64)}
@@ -28,7 +30,8 @@ class Ranks:
 
     @property
     def worst_case_rows(self) -> int:
-        return self.W * self.T_max * min(self.K, self.E // self.W)
+        L = self.E // self.W
+        return self.W * self.T_max * min(self.K, L) + L * (self.alignment - 1)
 
     def route(self, op, rank, capacity=None, fault=0) -> tuple[RoutePlan, list[int]]:
         """The plan of one rank and the fault record."""
@@ -39,6 +42,7 @@ class Ranks:
             rank=rank,
             num_experts=self.E,
             capacity_rows=self.worst_case_rows if capacity is None else capacity,
+            row_alignment=self.alignment,
             fault_F=fault_F,
         )
         return plan, fault_F.tolist()
@@ -54,8 +58,8 @@ class Ranks:
 
 def counted(plan: RoutePlan) -> dict[str, list[int]]:
     """The tables up to the rows and pairs that they count, as lists."""
-    num_rows, num_pairs = int(plan.row_start_P[-1]), int(plan.num_pairs_1[0])
-    ends = {"row_to_slot_R": num_rows, "pair_rows_R": num_rows, "pair_start_R": num_pairs, "pair_output_R": num_pairs}
+    num_rows, num_routes, num_pairs = (int(n) for n in (plan.row_start_P[-1], plan.num_routes_1, plan.num_pairs_1))
+    ends = {"row_to_slot_R": num_rows, "pair_rows_R": num_routes, "pair_start_R": num_pairs, "pair_output_R": num_pairs}
     return {name: getattr(plan, name)[: ends.get(name)].tolist() for name in plan.__dataclass_fields__}
 
 
@@ -72,18 +76,21 @@ def check_rules(ranks: Ranks) -> None:
     seen, outputs = [], []
     for rank in range(ranks.W):
         plan = counted(ranks.kernel_plan(rank))
-        starts, num_rows = plan["row_start_P"], plan["row_start_P"][-1]
-        slots = [(slot // K // T_max, slot // K % T_max, slot % K) for slot in plan["row_to_slot_R"]]
-        experts = [e for e in range(L) for _ in range(starts[e + 1] - starts[e])]
-        assert starts[0] == 0 and len(experts) == num_rows == plan["rank_rows_W"][rank]
-        assert [routes[slot] - rank * L for slot in slots] == experts  # each row is of its segment's expert
-        order = [(e, src, t) for e, (src, t, _) in zip(experts, slots, strict=True)]
-        assert order == sorted(set(order))
-        seen += slots
+        starts, num_rows, num_routes = plan["row_start_P"], plan["num_rows_L"], plan["num_routes_1"][0]
+        assert starts[0] == 0 and starts[-1] == len(plan["row_to_slot_R"]) == plan["rank_rows_W"][rank]
+        assert [b - a for a, b in itertools.pairwise(starts)] == [align(n, ranks.alignment) for n in num_rows]
+        experts = {start + i: e for e, start in enumerate(starts[:-1]) for i in range(num_rows[e])}
+        assert [row for row, slot in enumerate(plan["row_to_slot_R"]) if slot != -1] == list(experts)
+        slots = {row: plan["row_to_slot_R"][row] for row in experts}
+        slots = {row: (slot // K // T_max, slot // K % T_max, slot % K) for row, slot in slots.items()}
+        assert all(routes[slots[row]] - rank * L == e for row, e in experts.items())  # each row is of its expert
+        order = [(e, *slots[row][:2]) for row, e in experts.items()]
+        assert order == sorted(set(order)) and len(order) == num_routes
+        seen += slots.values()
 
-        cuts = plan["pair_start_R"] + [num_rows]
-        pairs = [plan["pair_rows_R"][a:b] for a, b in itertools.pairwise(cuts)] if num_rows else []
-        assert sorted(row for pair in pairs for row in pair) == list(range(num_rows))
+        cuts = plan["pair_start_R"] + [num_routes]
+        pairs = [plan["pair_rows_R"][a:b] for a, b in itertools.pairwise(cuts)] if num_routes else []
+        assert sorted(row for pair in pairs for row in pair) == list(experts)
         tokens = [slots[pair[0]][:2] for pair in pairs]
         assert tokens == sorted(set(tokens))
         for pair, token, output in zip(pairs, tokens, plan["pair_output_R"], strict=True):
@@ -104,30 +111,45 @@ def ids_of(*ranks: list[list[int]]) -> list[torch.Tensor]:
 
 
 def test_example_of_the_plan_and_of_place(device):
-    plan = counted(Ranks(device, ids_of([[0, 1], [1, -1], [1, 0]]), E=2).kernel_plan(0))
+    ids = ids_of([[0, 1], [1, -1], [1, 0]])
+    plan = counted(Ranks(device, ids, E=2).kernel_plan(0))
     assert plan == {
         "row_start_P": [0, 2, 5],
+        "num_rows_L": [2, 3],
         "rank_rows_W": [5],
+        "num_routes_1": [5],
         "num_pairs_1": [3],
         "row_to_slot_R": [0, 5, 1, 2, 4],
         "pair_rows_R": [0, 2, 3, 4, 1],
         "pair_start_R": [0, 2, 3],
         "pair_output_R": [0, 1, 2],
     }
+    assert counted(Ranks(device, ids, E=2, alignment=4).kernel_plan(0)) == plan | {
+        "row_start_P": [0, 4, 8],
+        "rank_rows_W": [8],
+        "row_to_slot_R": [0, 5, -1, -1, 1, 2, 4, -1],
+        "pair_rows_R": [0, 4, 5, 6, 1],
+    }
 
 
-def test_example_of_count(device):
+@pytest.mark.parametrize(("group_size", "group_rows"), [(2, [1, 3]), (1, [1, 0, 1, 2])], ids=["owner", "expert"])
+def test_example_of_count(device, group_size, group_rows):
     ranks = Ranks(device, ids_of([[3, 2], [0, 3]], [[-1, -1]]), E=4)
-    below_BP, owner_rows_BW, numbers, ids_WTK = (
+    below_BP, group_rows_BG, numbers, ids_WTK = (
         torch.full(shape, -9, dtype=dtype, device=device)
-        for shape, dtype in (((2, 3), torch.int32), ((2, 2), torch.int32), ((2, 2), torch.int32), ((8,), torch.int16))
+        for shape, dtype in (
+            ((2, 3), torch.int32),
+            ((2, len(group_rows)), torch.int32),
+            ((2, 2), torch.int32),
+            ((8,), torch.int16),
+        )
     )
     kernels._count[(2,)](
         ranks.regions[1]["ids"].table_W,
         ranks.regions[1]["header"].table_W,
         ids_WTK,
         below_BP,
-        owner_rows_BW,
+        group_rows_BG,
         numbers[0],
         numbers[1],
         torch.zeros(1, dtype=torch.int64, device=device),
@@ -136,59 +158,93 @@ def test_example_of_count(device):
         2,
         2,
         1,
+        group_size,
         K=2,
         BLOCK_T=2,
         BLOCK_K=2,
         BLOCK_E=32,
-        BLOCK_W=32,
+        BLOCK_G=32,
     )
-    assert below_BP.tolist() == [[0, 1, 3], [0, 0, 0]] and owner_rows_BW.tolist() == [[1, 3], [0, 0]]
+    assert below_BP.tolist() == [[0, 1, 3], [0, 0, 0]]
+    assert group_rows_BG.tolist() == [group_rows, [0] * len(group_rows)]
     assert numbers.tolist() == [[2, 0], [shapes.MAX_ROUTES] * 2] and ids_WTK.tolist() == [3, 2, 0, 3, -1, -1, -1, -1]
 
 
-def test_example_of_scan(device):
+@pytest.mark.parametrize(
+    ("group_rows", "sums"), [([[3], [2]], [5]), ([[1, 2], [2, 0]], [3, 2])], ids=["ranks", "experts"]
+)
+def test_example_of_scan(device, group_rows, sums):
     def table(*data, dtype=torch.int32):
         return torch.tensor(data, dtype=dtype, device=device)
 
-    below_BP, owner_rows_BW, pairs_B = table([0, 1, 3], [0, 2, 2]), table([3], [2]), table(2, 2)
+    below_BP, pairs_B = table([0, 1, 3], [0, 2, 2]), table(2, 2)
     invalid_B = table(shapes.MAX_ROUTES, shapes.MAX_ROUTES)
     earlier_BL, firsts = torch.full_like(below_BP[:, :2].contiguous(), -9), table([-9, -9], [-9, -9])
-    row_start_P, rank_rows_W, num_pairs_1 = table(-9, -9, -9), table(-9, dtype=torch.int64), table(-9)
+    row_start_P, num_rows_L, num_routes_1, num_pairs_1 = table(-9, -9, -9), table(-9, -9), table(-9), table(-9)
+    group_sums_G = table(*[-9] * len(sums), dtype=torch.int64)
     fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
-    kernels._scan[(2,)](
+    aligned = len(sums) == 2
+    kernels._scan[(2 + aligned,)](
         below_BP,
-        owner_rows_BW,
+        table(*group_rows),
         pairs_B,
         invalid_B,
         earlier_BL,
         firsts[0],
         firsts[1],
         row_start_P,
-        rank_rows_W,
+        num_rows_L,
+        group_sums_G,
+        num_routes_1,
         num_pairs_1,
         fault_F,
-        1,
+        len(sums),
         2,
         2,
         6,
         5,
         K=2,
+        ALIGNED=aligned,
         BLOCK_B=4,
         BLOCK_E=4,
         BLOCK_W=1,
     )
     assert row_start_P.tolist() == [0, 3, 5] and earlier_BL.tolist() == [[0, 0], [1, 2]]
-    assert firsts.tolist() == [[0, 2], [0, 3]] and num_pairs_1.tolist() == [4] and rank_rows_W.tolist() == [5]
-    assert not fault_F.any()
+    assert firsts.tolist() == [[0, 2], [0, 3]] and num_pairs_1.tolist() == [4] and num_routes_1.tolist() == [5]
+    assert num_rows_L.tolist() == [3, 2] and group_sums_G.tolist() == sums and not fault_F.any()
+
+
+@pytest.mark.parametrize("block_l", [1, 2])
+def test_example_of_align(device, block_l):
+    row_start_P = torch.full((3,), -9, dtype=torch.int32, device=device)
+    rank_rows_W = torch.full((2,), -9, dtype=torch.int64, device=device)
+    fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
+    kernels._align[(1,)](
+        torch.tensor([3, 0, 2, 5], dtype=torch.int32, device=device),
+        row_start_P,
+        rank_rows_W,
+        fault_F,
+        1,
+        2,
+        2,
+        12,
+        ALIGNMENT=4,
+        BLOCK_W=2,
+        BLOCK_L=block_l,
+    )
+    assert row_start_P.tolist() == [0, 4, 12] and rank_rows_W.tolist() == [4, 12] and not fault_F.any()
 
 
 # Against the oracle and the rules
 
+each_alignment = pytest.mark.parametrize("alignment", [1, 128])
+
 
 @settings(max_examples=20)
-@given(routing=routings())
-def test_any_routing(device, routing):
-    check_rules(Ranks(device, routing.ids, E=routing.num_experts, T_max=routing.num_tokens_max))
+@given(routing=routings(), alignment=st.sampled_from([1, 2, 128]))
+def test_any_routing(device, routing, alignment):
+    T_max = routing.num_tokens_max
+    check_rules(Ranks(device, routing.ids, E=routing.num_experts, T_max=T_max, alignment=alignment))
 
 
 @pytest.mark.parametrize(
@@ -215,17 +271,39 @@ def test_shapes(device, W, T, K, E):
     check_rules(Ranks(device, ids, E=E, T_max=T + 1))
 
 
+@pytest.mark.parametrize(
+    ("W", "T", "K", "E"),
+    [
+        pytest.param(3, 9, 6, 60, id="E-60"),
+        pytest.param(5, 4, 4, 520, id="several-steps-of-groups"),
+        pytest.param(1, 2, 40, 64, id="several-steps-of-K"),
+    ],
+)
+def test_shapes_of_aligned_experts(device, W, T, K, E):
+    ids = [torch.stack([torch.randperm(E)[:K] for _ in range(T)]) for _ in range(W)]
+    check_rules(Ranks(device, ids, E=E, T_max=T + 1, alignment=128))
+
+
 @pytest.mark.parametrize("routing", testing.ROUTINGS)
 def test_named_routings(device, routing):
-    check_rules(Ranks(device, testing.routing(routing, num_ranks=4, T=6, K=3, E=8, seed=1), E=8))
+    ids = testing.routing(routing, num_ranks=4, T=6, K=3, E=8, seed=1)
+    check_rules(Ranks(device, ids, E=8))
 
 
+@each_alignment
 @pytest.mark.parametrize("tokens", [(63, 64), (65, 1), (128, 0), (127, 129)])
-def test_tokens_around_a_block(device, tokens):
-    assert kernels.pick_config(W=2, T_max=129, K=2, L=2).block_t == 64
-    check_rules(Ranks(device, [torch.randint(-1, 4, (T, 2)) for T in tokens], E=4, T_max=129))
+def test_tokens_around_a_block(device, tokens, alignment):
+    assert kernels.pick_config(W=2, T_max=129, K=2, L=2, num_groups=2).block_t == 64
+    check_rules(Ranks(device, [torch.randint(-1, 4, (T, 2)) for T in tokens], E=4, T_max=129, alignment=alignment))
 
 
+@pytest.mark.parametrize("num_routes", [127, 128, 129])
+def test_rows_around_the_alignment(device, num_routes):
+    """Of expert 1 of 3; with as many as the alignment it has no padding."""
+    check_rules(Ranks(device, [torch.tensor([[1, 2]] * num_routes)], E=3, alignment=128))
+
+
+@each_alignment
 @pytest.mark.parametrize(
     "ids",
     [
@@ -237,8 +315,8 @@ def test_tokens_around_a_block(device, tokens):
         pytest.param([torch.zeros(0, 2, dtype=torch.int64), *ids_of([[3, 2]])], id="no-token-on-rank-0"),
     ],
 )
-def test_extremes(device, ids):
-    check_rules(Ranks(device, ids, E=4))
+def test_extremes(device, ids, alignment):
+    check_rules(Ranks(device, ids, E=4, alignment=alignment))
 
 
 # Faults
@@ -251,7 +329,7 @@ def assert_same_fault(ranks: Ranks, want: list[int], capacity=None) -> None:
         assert ranks.route(reference.route, rank, capacity)[1][: len(want)] == want
         plan, fault = ranks.route(kernels.route, rank, capacity)
         assert fault == want + [0] * (shapes.FAULT_WORDS - len(want))
-        for table in plan.tensors()[3:]:
+        for table in (plan.row_to_slot_R, plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R):
             assert (table == untouched).all()
 
 
@@ -269,19 +347,33 @@ def test_overflow_names_the_lowest_of_equal_ranks(device):
     assert_same_fault(ranks, [shapes.FAULT_OVERFLOW, 2, 1], capacity=1)
 
 
-def test_an_invalid_id_wins_over_an_overflow(device):
-    ranks = Ranks(device, ids_of([[0, 1]] * 70, [[0, 1]] * 66 + [[0, -1], [1, 4], [9, 1], [2, 7]]), E=2 * 2)
+def test_overflow_counts_the_rows_of_padding(device):
+    """Ranks 0 and 2 have rows of 3 experts, rank 1 of 2."""
+    ids = ids_of([[0, 1, 3], [6, 2, 7]], [[8, 6, 0], [8, 4, -1]], [[-1, -1, -1]])
+    ranks = Ranks(device, ids, E=9, alignment=8)
+    assert_same_fault(ranks, [shapes.FAULT_OVERFLOW, 24, 23], capacity=23)
+    for rank in range(3):
+        plan, fault = ranks.route(kernels.route, rank, capacity=24)
+        assert fault[0] == 0 and plan.rank_rows_W.tolist() == [24, 16, 24]
+
+
+@each_alignment
+def test_an_invalid_id_wins_over_an_overflow(device, alignment):
+    ids = ids_of([[0, 1]] * 70, [[0, 1]] * 66 + [[0, -1], [1, 4], [9, 1], [2, 7]])
+    ranks = Ranks(device, ids, E=2 * 2, alignment=alignment)
     word = shapes.FAULT_INVALID_ID | 1 << shapes.FAULT_RANK_SHIFT
     assert_same_fault(ranks, [word, 67, 1, 0], capacity=1)
 
 
-def test_an_invalid_id_of_the_lowest_rank_wins(device):
-    ranks = Ranks(device, ids_of([[0, 1], [0, 0]], [[0, 1], [0, 8]], [[8, 8], [1, 1]]), E=3)
+@each_alignment
+def test_an_invalid_id_of_the_lowest_rank_wins(device, alignment):
+    ranks = Ranks(device, ids_of([[0, 1], [0, 0]], [[0, 1], [0, 8]], [[8, 8], [1, 1]]), E=3, alignment=alignment)
     assert_same_fault(ranks, [shapes.FAULT_INVALID_ID | 1 << shapes.FAULT_RANK_SHIFT, 1, 1])
 
 
-def test_an_earlier_fault_stays_and_stops_the_call(device):
-    ranks = Ranks(device, ids_of([[0, 9]], [[1, 1]]), E=2)
+@each_alignment
+def test_an_earlier_fault_stays_and_stops_the_call(device, alignment):
+    ranks = Ranks(device, ids_of([[0, 9]], [[1, 1]]), E=2, alignment=alignment)
     plan, fault = ranks.route(kernels.route, 1, fault=shapes.FAULT_ABORTED)
     assert fault == [shapes.FAULT_ABORTED] + [0] * (shapes.FAULT_WORDS - 1)
     for table in plan.tensors():
@@ -297,8 +389,9 @@ def test_a_token_count_out_of_range_reads_nothing_else(device, num_tokens):
     assert fault[0] == 0 and int(plan.row_start_P[-1]) == (4 if num_tokens > 0 else 1)
 
 
-def test_nothing_is_written_outside_the_tables(device, monkeypatch):
-    ranks = Ranks(device, [torch.randint(-1, 6, (67, 3)) for _ in range(2)], E=6)
+@each_alignment
+def test_nothing_is_written_outside_the_tables(device, monkeypatch, alignment):
+    ranks = Ranks(device, [torch.randint(-1, 6, (67, 3)) for _ in range(2)], E=6, alignment=alignment)
     rows = [int(ranks.route(reference.route, rank)[0].row_start_P[-1]) for rank in range(2)]
     memory, empty = [], torch.empty
 
@@ -310,7 +403,7 @@ def test_nothing_is_written_outside_the_tables(device, monkeypatch):
     monkeypatch.setattr(torch, "empty", guarded)
     for rank in range(2):
         assert ranks.route(kernels.route, rank, capacity=max(rows))[1][0] == 0
-    assert len(memory) == 16
+    assert len(memory) == 20
     for size, guard in memory:
         assert (guard[:32] == 77).all() and (guard[32 + size :] == 77).all()
 
@@ -319,6 +412,7 @@ def test_nothing_is_written_outside_the_tables(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@each_alignment
 @pytest.mark.parametrize(
     ("W", "T", "K", "E"),
     [
@@ -333,9 +427,9 @@ def test_nothing_is_written_outside_the_tables(device, monkeypatch):
         (1, 64, 512, 512),
     ],
 )
-def test_large(device, W, T, K, E):
+def test_large(device, W, T, K, E, alignment):
     ids = testing.routing("zipf(0.5)", num_ranks=W, T=T, K=K, E=E, seed=3)
     ids[-1] = ids[-1][: T // 2]
-    ranks = Ranks(device, ids, E=E, T_max=T)
+    ranks = Ranks(device, ids, E=E, T_max=T, alignment=alignment)
     for rank in {0, W - 1}:
         ranks.kernel_plan(rank)

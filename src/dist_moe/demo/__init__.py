@@ -1,8 +1,9 @@
 """The demo: train a small MoE language model on several ranks, beside the same model on one rank by the oracle.
 
 It starts its processes itself, prints what runs where and how the two losses fall, draws a picture, and on a CPU ends
-with some steps on interpreted Triton kernels. It fails when the loss does not fall, when the two losses part, or when
-the kernels miss the bars of the library's tests.
+with some steps on interpreted Triton kernels. With --precision mxfp8 the same model also trains in MXFP8, and what came
+out is served in BF16, MXFP8 and NVFP4. It fails when the loss does not fall, when losses part, or when the kernels miss
+the bars of the library's tests.
 """
 
 import contextlib
@@ -29,17 +30,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..testing import TOLERANCES
 from .model import ModelConfig, build_model, load_text
-from .train import CHECK_STEPS, Job, check_triton, train_by_oracle, train_on_ranks
+from .train import CHECK_STEPS, Job, check_triton, serve_on_ranks, train_by_oracle, train_on_ranks
 
 NUM_EXPERTS = 8  # at least; divisible by the number of ranks
 NUM_SEQUENCES = 12  # divisible by 1, 2, 3 and 4 ranks
 MAX_RANKS = 4
 NUM_LINES = 15  # of the table of losses
+SECONDS = {"bf16": 60.0, "mxfp8": 300.0}  # that a training run may take; the oracle's MXFP8 is slow
 
 # What the demo asks for. Both losses are compared as means of EDGE_STEPS steps at the start and at the end.
 EDGE_STEPS = 10
 LOSS_MUST_REACH, FROM_STEPS = 2.5, 100  # nats a byte; a shorter run only has to fall
 FIRST_DIFFERENCE, LAST_DIFFERENCE = 0.02, 0.05
+MXFP8_LAST_DIFFERENCE = 0.01  # of the loss in BF16, as all that follow
+HELD_OUT_DIFFERENCE = {"mxfp8": 0.01, "nvfp4": 0.05}
 CHECK_ROWS_DB = TOLERANCES["path"].rows_db
 CHECK_GRADIENTS_DB, CHECK_LOSS = 35.0, 0.002
 CHECK_LENGTH = 32  # bytes of a sequence, one a rank: the interpreter is slow
@@ -51,13 +55,14 @@ LAST_WORDS_S = 3.0  # for the other ranks' tracebacks, after the first
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line sets. device None: the GPU if there is one."""
+    """What the command line sets. device None: the GPU if there is one; seconds None: SECONDS of the precision."""
 
     steps: int = 240
-    seconds: float = 60.0
+    seconds: float | None = None
     ranks: int = 2
     device: str | None = None
     backend: str | None = None
+    precision: str = "bf16"
     out: Path = Path("dist_moe_demo.png")
     seed: int = 0
     triton: bool = True
@@ -68,7 +73,9 @@ class Options:
             raise ValueError(f"demo: --ranks must be 1 to {MAX_RANKS}, got {self.ranks}")
         if self.steps < 2:
             raise ValueError(f"demo: --steps must be at least 2, a loss cannot fall in fewer, got {self.steps}")
-        if not self.seconds > 0:
+        if self.precision not in SECONDS:
+            raise ValueError(f"demo: --precision must be bf16 or mxfp8, got {self.precision!r}")
+        if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"demo: --seconds must be positive, got {self.seconds:g}")
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f"demo: --device must be cpu or cuda, got {self.device!r}")
@@ -114,10 +121,11 @@ def _plan(options: Options, folder: str) -> Job:
         num_sequences=NUM_SEQUENCES,
         length=ModelConfig.length,
         steps=options.steps,
-        seconds=options.seconds,
+        seconds=SECONDS[options.precision] if options.seconds is None else options.seconds,
         seed=options.seed,
         device=device,
         backend=options.backend,
+        precision="bf16",
         folder=folder,
     )
 
@@ -131,27 +139,38 @@ def _run(options: Options, job: Job, console: Console) -> dict:
 
     # The oracle may have run out of time: then the ranks do as many steps.
     job = dataclasses.replace(job, steps=len(oracle["losses"]))
-    console.print(f"training on {_ranks(job)}; loss in nats a byte")
-    console.print(f"  step   {_ranks(job):>8}     oracle   difference   ms a step")
-    with _progress(console, _ranks(job), job.steps) as advance:
-
-        def show(message: dict) -> None:
-            advance()
-            step, loss, expected = message["step"], message["loss"], oracle["losses"][message["step"]]
-            if step % max(1, math.ceil(job.steps / NUM_LINES)) == 0 or step == job.steps - 1:
-                milliseconds = 1000 * message["seconds"]
-                numbers = f"{loss:10.4f} {expected:10.4f} {loss - expected:+12.4f} {milliseconds:11.0f}"
-                console.print(f"  {step:4d} {numbers}")
-
-        trained = run_processes(train_on_ranks, job, show)[0]
-
+    trained = _train_beside(job, (_ranks(job), "oracle"), oracle["losses"], console)
     results = _compare(job, trained, oracle)
     _print_results(job, results, console)
-    results["picture"] = _picture(job, results, trained["losses"], oracle["losses"], console, options.out)
+    curves = {"oracle": oracle["losses"], "ranks": trained["losses"]}
+    if options.precision == "mxfp8":
+        job = dataclasses.replace(job, name="mxfp8", precision="mxfp8", steps=len(trained["losses"]))
+        in_mxfp8 = _train_beside(job, ("mxfp8", "bf16"), trained["losses"], console)
+        held_out = run_processes(serve_on_ranks, dataclasses.replace(job, name="service"), lambda message: None)[0]
+        results["mxfp8"] = _compare_mxfp8(in_mxfp8, trained, held_out, results["failures"])
+        _print_mxfp8(results["mxfp8"], console)
+        curves["mxfp8"] = in_mxfp8["losses"]
+    results["picture"] = _picture(job, results, curves, console, options.out)
     results["triton"] = _check(options, job, results["failures"], console)
     for failure in results["failures"]:
         console.print(f"FAILED: {failure}", style="bold red", markup=False)
     return results
+
+
+def _train_beside(job: Job, names: tuple[str, str], expected: list[float], console: Console) -> dict:
+    """Train on ranks, printing the losses beside those of an earlier run of as many steps."""
+    console.print(f"\ntraining on {_ranks(job)} in {job.precision}; loss in nats a byte")
+    console.print(f"  step {names[0]:>10} {names[1]:>10}   difference   ms a step")
+    with _progress(console, names[0], job.steps) as advance:
+
+        def show(message: dict) -> None:
+            advance()
+            step, loss, wanted = message["step"], message["loss"], expected[message["step"]]
+            if step % max(1, math.ceil(job.steps / NUM_LINES)) == 0 or step == job.steps - 1:
+                milliseconds = 1000 * message["seconds"]
+                console.print(f"  {step:4d} {loss:10.4f} {wanted:10.4f} {loss - wanted:+12.4f} {milliseconds:11.0f}")
+
+        return run_processes(train_on_ranks, job, show)[0]
 
 
 def _compare(job: Job, trained: dict, oracle: dict) -> dict:
@@ -187,6 +206,30 @@ def _compare(job: Job, trained: dict, oracle: dict) -> dict:
         "seconds_per_step": trained["seconds_per_step"],
         "oracle_seconds_per_step": oracle["seconds_per_step"],
         "failures": failures,
+    }
+
+
+def _compare_mxfp8(trained: dict, in_bf16: dict, held_out: dict[str, float], failures: list[str]) -> dict:
+    """The figures of training in MXFP8 and of serving what came of it; differences are shares of the loss in BF16."""
+    num_steps, edge = len(trained["losses"]), min(EDGE_STEPS, len(trained["losses"]) // 2)
+    last, wanted = (sum(run["losses"][num_steps - edge : num_steps]) / edge for run in (trained, in_bf16))
+    difference = last / wanted - 1
+    served = {precision: held_out[precision] / held_out["bf16"] - 1 for precision in HELD_OUT_DIFFERENCE}
+    if not abs(difference) <= MXFP8_LAST_DIFFERENCE:
+        failures.append(
+            f"in the last {edge} steps the loss in MXFP8 differs by {difference:+.2%} (> {MXFP8_LAST_DIFFERENCE:.0%})"
+        )
+    for precision, bar in HELD_OUT_DIFFERENCE.items():
+        if not served[precision] <= bar:
+            failures.append(f"served in {precision} the held-out loss is {served[precision]:+.2%} higher (> {bar:.0%})")
+    return {
+        "steps": num_steps,
+        "last_loss": last,
+        "bf16_last_loss": wanted,
+        "last_difference": difference,
+        "seconds_per_step": trained["seconds_per_step"],
+        "held_out_losses": held_out,
+        "held_out_differences": served,
     }
 
 
@@ -306,6 +349,19 @@ def _print_results(job: Job, results: dict, console: Console) -> None:
         console.print(f"  layer {layer}  " + "  |".join("".join(f"{value:6.0f}" for value in part) for part in by_rank))
 
 
+def _print_mxfp8(figures: dict, console: Console) -> None:
+    console.print(
+        f"\nmxfp8: loss {figures['last_loss']:.3f}, bf16 {figures['bf16_last_loss']:.3f} at the end, "
+        f"{figures['last_difference']:+.2%} (at most {MXFP8_LAST_DIFFERENCE:.0%}); "
+        f"median step {1000 * figures['seconds_per_step']:.0f} ms"
+    )
+    console.print("the weights of mxfp8 in service, on text that no step has seen")
+    for precision, loss in figures["held_out_losses"].items():
+        bar = HELD_OUT_DIFFERENCE.get(precision)
+        beside = "" if bar is None else f"  {figures['held_out_differences'][precision]:+.2%} (at most {bar:.0%})"
+        console.print(f"  {precision:<5} {loss:8.4f}{beside}")
+
+
 @contextlib.contextmanager
 def _progress(console: Console, name: str, num_steps: int) -> Iterator[Callable[[], None]]:
     """A bar while it lasts, on a terminal; enters as a function that advances it by one step."""
@@ -315,15 +371,13 @@ def _progress(console: Console, name: str, num_steps: int) -> Iterator[Callable[
         yield lambda: progress.advance(task)
 
 
-def _picture(
-    job: Job, results: dict, losses: list[float], oracle: list[float], console: Console, out: Path
-) -> str | None:
+def _picture(job: Job, results: dict, curves: dict[str, list[float]], console: Console, out: Path) -> str | None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no picture: matplotlib is not installed (pip install 'dist-moe-triton[demo]')")
         return None
     from .picture import draw
 
-    draw(out, losses, oracle, results["rows_per_expert"], _ranks(job), job.num_ranks)
+    draw(out, curves, results["rows_per_expert"], _ranks(job), job.num_ranks)
     console.print(f"picture: {out}")
     return str(out)
 

@@ -1,4 +1,4 @@
-"""What the demo trains: a byte-level language model with routed experts, its text, three ways to run the experts."""
+"""What the demo trains: a byte-level language model with routed experts, its text, four ways to run the experts."""
 
 import ast
 import math
@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import virtual
-from ..config import Config
+from ..config import BlockScaledConfig, Config
 from ..context import Context
 from ..dense import dense_moe
 from ..ops import routed_experts
+from ..weights import prepare_block_scaled_weight
 
 NUM_BYTES = 256  # the vocabulary
 NUM_BYTES_BEFORE = 2
 TEXT_BYTES = 1_000_000  # enough text for the demo
+HELD_OUT_BYTES = 50_000  # at its end
+BLOCK_SCALED = {"bf16": None, "mxfp8": BlockScaledConfig("mxfp8_e4m3"), "nvfp4": BlockScaledConfig("nvfp4")}
 
 # (x_TD bf16, ids_TK, scores_TK, w13 bf16, w2 bf16) -> out_TD; the weights are those of the experts in this process.
 RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -37,6 +40,12 @@ def load_text() -> Tensor:
     except ImportError:
         text = docstrings(Path(sysconfig.get_path("stdlib")))
     return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES]), dtype=torch.uint8)
+
+
+def split_text() -> tuple[Tensor, Tensor]:
+    """(the text that training draws from, the text that no step sees)."""
+    text = load_text()
+    return text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
 
 
 def docstrings(folder: Path) -> str:
@@ -77,7 +86,7 @@ class ModelConfig:
     top_k: int = 2
     length: int = 128  # bytes of a sequence
 
-    def moe(self, num_local_tokens: int, num_ranks: int) -> Config:
+    def moe(self, num_local_tokens: int, num_ranks: int, precision: str = "bf16", inference: bool = False) -> Config:
         """The layers' Config. All of them share one activation slot; no routing can overflow the scratch."""
         return Config(
             num_local_input_tokens=num_local_tokens,
@@ -87,7 +96,9 @@ class ModelConfig:
             num_experts=self.num_experts,
             max_moe_layers_per_activation_slot=self.num_layers,
             device_scratch_capacity_factor=float(num_ranks),
-            activation_slot_capacity_factor=1.0,
+            activation_slot_capacity_factor=None if inference else 1.0,
+            block_scaled=BLOCK_SCALED[precision],
+            inference=inference,
         )
 
 
@@ -208,7 +219,7 @@ def build_model(config: ModelConfig, *, seed: int, rank: int = 0, num_ranks: int
     return model.to(device)
 
 
-# ---- the experts, three ways -----------------------------------------------------------------------------------------
+# ---- the experts, four ways ------------------------------------------------------------------------------------------
 
 
 def on_one_rank(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -232,5 +243,26 @@ def on_virtual_ranks(context: Context) -> RunExperts:
     def run(*tensors):
         parts = zip(*(tensor.chunk(num_ranks) for tensor in tensors), strict=True)
         return torch.cat(virtual.routed_experts([virtual.RankInputs(*part) for part in parts], context))
+
+    return run
+
+
+def in_service(context: Context) -> RunExperts:
+    """As on_ranks or on_virtual_ranks, without a backward: block-scaled weights are quantised when first seen."""
+    num_ranks = len(context.ranks)  # in this process
+    prepared = {}
+
+    def prepare(weight: Tensor):
+        if context.config.block_scaled is None:
+            return weight.chunk(num_ranks)
+        if weight not in prepared:
+            parts = weight.chunk(num_ranks)
+            prepared[weight] = [prepare_block_scaled_weight(part, context.config, inference=True) for part in parts]
+        return prepared[weight]
+
+    def run(x_TD, ids_TK, scores_TK, w13, w2):
+        tokens = (tensor.chunk(num_ranks) for tensor in (x_TD, ids_TK, scores_TK))
+        ranks = [virtual.RankInputs(*part) for part in zip(*tokens, prepare(w13), prepare(w2), strict=True)]
+        return torch.cat(virtual.routed_experts(ranks, context))
 
     return run

@@ -1,4 +1,4 @@
-"""The demo's picture: both losses, their difference, and the load of the experts."""
+"""The demo's picture: the losses, their differences, and the load of the experts."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-INK, ORACLE, RANKS = "#333333", "#f2b134", "#2166ac"
+INK, ORACLE, RANKS, MXFP8 = "#333333", "#f2b134", "#2166ac", "#b2182b"
 LAYERS = ("#9ecae1", "#4292c6", "#08519c", "#08306b")
 SMALLEST_DIFFERENCE = 1e-6  # what equal losses are drawn at on the logarithmic axis
 
 
 def draw(
-    out: Path, losses: list[float], oracle: list[float], rows_LE: list[list[float]], ranks_label: str, num_ranks: int
+    out: Path, curves: dict[str, list[float]], rows_LE: list[list[float]], ranks_label: str, num_ranks: int
 ) -> None:
-    """Save the picture; its kind is that of the file's ending."""
+    """Save the picture; its kind is that of the file's ending. curves: of "oracle" and "ranks", perhaps of "mxfp8"."""
     style = {
         "font.size": 10,
         "text.color": INK,
@@ -27,26 +27,34 @@ def draw(
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(12, 5.2), layout="constrained")  # a Figure of its own needs no display
-        figure.suptitle("dist_moe demo: one mixture-of-experts model, trained twice", fontsize=13, fontweight="bold")
+        times = "twice" if len(curves) == 2 else "three times"
+        figure.suptitle(f"dist_moe demo: one mixture-of-experts model, trained {times}", fontsize=13, fontweight="bold")
         grid = figure.add_gridspec(2, 2, height_ratios=(3, 1), width_ratios=(1.15, 1))
         loss = figure.add_subplot(grid[0, 0])
-        _draw_losses(loss, figure.add_subplot(grid[1, 0], sharex=loss), losses, oracle, ranks_label)
+        _draw_losses(loss, figure.add_subplot(grid[1, 0], sharex=loss), curves, ranks_label)
         _draw_load(figure.add_subplot(grid[:, 1]), rows_LE, num_ranks)
         figure.savefig(out, dpi=130)
 
 
-def _draw_losses(loss, difference, losses: list[float], oracle: list[float], ranks_label: str) -> None:
-    steps = range(len(losses))
-    loss.plot(steps, oracle[: len(losses)], color=ORACLE, linewidth=5, label="1 rank, by the oracle")
-    loss.plot(steps, losses, color=RANKS, linewidth=1.4, label=f"{ranks_label}, by dist_moe")
+def _draw_losses(loss, difference, curves: dict[str, list[float]], ranks_label: str) -> None:
+    losses = curves["ranks"]
+    loss.plot(curves["oracle"], color=ORACLE, linewidth=5, label="1 rank, by the oracle")
+    loss.plot(losses, color=RANKS, linewidth=1.4, label=f"{ranks_label}, by dist_moe")
+    differences = [("oracle", RANKS, "ranks - oracle")]
+    if "mxfp8" in curves:
+        loss.plot(curves["mxfp8"], color=MXFP8, linewidth=1, label=f"{ranks_label}, by dist_moe in MXFP8")
+        differences.append(("mxfp8", MXFP8, "MXFP8 - BF16"))
     loss.set_ylabel("loss, nats a byte")
     loss.set_title(f"Loss: {losses[0]:.2f} to {losses[-1]:.2f}", loc="left", fontsize=11)
     loss.grid(axis="y", color="#e6e6e6")
     loss.tick_params(labelbottom=False)
     loss.legend(frameon=False)
 
-    gaps = [max(abs(a - b), SMALLEST_DIFFERENCE) for a, b in zip(losses, oracle, strict=False)]
-    difference.semilogy(steps, gaps, color=RANKS, linewidth=1)
+    for name, color, label in differences:
+        gaps = [max(abs(a - b), SMALLEST_DIFFERENCE) for a, b in zip(losses, curves[name], strict=False)]
+        difference.semilogy(gaps, color=color, linewidth=1, label=label)
+    if len(differences) > 1:
+        difference.legend(frameon=False, fontsize=8, ncols=2)
     difference.set_ylabel("|difference|")
     difference.set_xlabel("step")
     difference.grid(axis="y", color="#e6e6e6")

@@ -1,6 +1,8 @@
-"""What the processes of the demo run: training on ranks, the same by the oracle, the check of the Triton kernels."""
+"""What the processes of the demo run: training on ranks, the same by the oracle, serving what was trained, the check of
+the Triton kernels."""
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,22 +19,25 @@ from ..create import create_context
 from ..symm import World
 from ..testing import rows_sqnr_db
 from .model import (
+    BLOCK_SCALED,
     LanguageModel,
     ModelConfig,
     RunExperts,
     build_model,
     global_batch,
-    load_text,
+    in_service,
     on_one_rank,
     on_ranks,
     on_virtual_ranks,
     part_of_batch,
+    split_text,
 )
 
 PEER_TIMEOUT_S = 120.0
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
 BALANCE_WEIGHT = 0.02
 CHECK_STEPS = 3
+HELD_OUT_BATCHES = 8
 
 Send = Callable[[dict], None]  # to the process that started this one
 
@@ -55,6 +60,7 @@ class Job:
     seed: int
     device: str  # "cpu" or "cuda"
     backend: str | None
+    precision: str  # of the experts on ranks: "bf16" or "mxfp8"
     folder: str  # for files that the processes share
 
     @property
@@ -79,6 +85,25 @@ def train_on_ranks(rank: int, job: Job, send: Send) -> dict:
         context.check()
         torch.save(model.state_dict(), job.weights_file(rank))
         return result | {"backends": context.path.ops.backends}
+
+
+def serve_on_ranks(rank: int, job: Job, send: Send) -> dict:
+    """The loss of the trained weights on text that no step has seen, global, by the precision of the experts."""
+    losses, (_, text) = {}, split_text()
+    with _process_group(rank, job), torch.no_grad():
+        for precision in BLOCK_SCALED:
+            with _open_context(rank, dataclasses.replace(job, precision=precision), job.backend, True) as context:
+                model = _build(rank, job, context.device)
+                model.load_state_dict(torch.load(job.weights_file(rank)))
+                for weight in model.split_parameters()[1]:
+                    weight.data = weight.data.bfloat16()
+                run_experts = in_service(context)
+                batches = [_sequences(text, step, rank, job) for step in range(HELD_OUT_BATCHES)]
+                loss = torch.stack([model.loss(batch, run_experts)[0] for batch in batches]).mean()
+                (loss,) = _sum_over_processes([], [loss / job.num_processes], job)
+                context.check()
+                losses[precision] = loss.item()
+    return losses
 
 
 def check_triton(rank: int, job: Job, send: Send) -> dict:
@@ -107,7 +132,7 @@ def check_triton(rank: int, job: Job, send: Send) -> dict:
                 rows_db.append(rows_sqnr_db(out_TD, by_reference(*inputs)).min().item())
             return out_TD
 
-        text = load_text()
+        text, _ = split_text()
         for step in range(job.steps):
             sequences = _sequences(text, step, rank, job)
             rows_db.clear()
@@ -135,14 +160,14 @@ def _gradients(model: LanguageModel, run_experts: RunExperts, sequences, job: Jo
     model.zero_grad()
     loss, balance, ids = model.loss(sequences, run_experts, ids)
     ((loss + BALANCE_WEIGHT * balance) / job.num_processes).backward()
-    (loss,) = _sum_over_processes(model, [loss.detach() / job.num_processes], job)
+    (loss,) = _sum_over_processes(_dense_grads(model), [loss.detach() / job.num_processes], job)
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}, ids
 
 
 def _train(model: LanguageModel, run_experts: RunExperts, rank: int, job: Job, send: Send) -> dict:
     """Returns: loss of every step (global), rows by layer and expert (global, mean of a step), seconds a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    text, losses, times = load_text(), [], []
+    (text, _), losses, times = split_text(), [], []
     rows_LE = torch.zeros(job.model.num_layers, job.model.num_experts)
     started = start = time.perf_counter()
     for step in range(job.steps):
@@ -156,7 +181,7 @@ def _train(model: LanguageModel, run_experts: RunExperts, rank: int, job: Job, s
         step_rows_LE = torch.stack([F.one_hot(ids_TK, job.model.num_experts).sum(dim=(0, 1)) for ids_TK in ids]).float()
         out_of_time = torch.tensor(float(time.perf_counter() - started > job.seconds), device=loss.device)
         loss, step_rows_LE, out_of_time = _sum_over_processes(
-            model, [loss.detach() / job.num_processes, step_rows_LE, out_of_time], job
+            _dense_grads(model), [loss.detach() / job.num_processes, step_rows_LE, out_of_time], job
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -172,11 +197,15 @@ def _train(model: LanguageModel, run_experts: RunExperts, rank: int, job: Job, s
     return {"losses": losses, "rows": (rows_LE / len(losses)).tolist(), "seconds_per_step": statistics.median(times)}
 
 
-def _sum_over_processes(model: LanguageModel, values: list[torch.Tensor], job: Job) -> list[torch.Tensor]:
-    """Sum the dense gradients, in place, and `values`, over all processes, in one all-reduce."""
+def _dense_grads(model: LanguageModel) -> list[torch.Tensor]:
+    return [weight.grad for weight in model.split_parameters()[0]]
+
+
+def _sum_over_processes(grads: list[torch.Tensor], values: list[torch.Tensor], job: Job) -> list[torch.Tensor]:
+    """Sum `grads` and `values`, in place, over all processes, in one all-reduce; returns values."""
     if job.num_processes == 1:
         return values
-    tensors = [weight.grad for weight in model.split_parameters()[0]] + values
+    tensors = grads + values
     bucket = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(bucket)
     parts = bucket.split([tensor.numel() for tensor in tensors])
@@ -214,10 +243,11 @@ def _process_group(rank: int, job: Job) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _open_context(rank: int, job: Job, backend: str | None) -> Context:
+def _open_context(rank: int, job: Job, backend: str | None, inference: bool = False) -> Context:
+    num_tokens = job.num_sequences * job.length // job.num_ranks
     return create_context(
         group=World.virtual(job.num_ranks, job.device) if job.is_virtual else None,
-        config=job.model.moe(job.num_sequences * job.length // job.num_ranks, job.num_ranks),
+        config=job.model.moe(num_tokens, job.num_ranks, job.precision, inference),
         device=None if job.is_virtual else torch.device(job.device, rank if job.device == "cuda" else None),
         peer_timeout_s=PEER_TIMEOUT_S,
         backend=backend,

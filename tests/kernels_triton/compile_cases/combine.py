@@ -7,20 +7,25 @@ from dist_moe.kernels_triton._rows import pick_row_tile
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NO_FUSION = {"enable_fp_fusion": False}
 FUSED = ("fma.rn.f32",)
-ROWS = {"row_to_slot_ptr": "*i32", "num_rows_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "stop_ptr": "*i64"}
+ROWS = {"row_to_slot_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "stop_ptr": "*i64"}
 PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32", "num_pairs_ptr": "*i32"}
 GRADS = {"score_grads_table_ptr": "*i64", "row_score_grads_ptr": "*fp32"}
-WORDS = ("num_rows_ptr", "start_ptr", "stop_ptr")  # words inside larger tensors
 
 
 def nothing(*names: str) -> dict:
     return dict.fromkeys(names)
 
 
-def combine_case(pairs: bool, D: int, backward: bool) -> Case:
-    tile = pick_row_tile(D)
-    types = {"outputs_table_ptr": "*i64", **ROWS, "num_slots": "i32", **(GRADS if backward else {})}
-    constexprs = {"D": D, "BLOCK_D": tile.block_d, **({} if backward else nothing(*GRADS))}
+def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) -> Case:
+    """With a width, a window of the columns, from rows of its width."""
+    name = f"D {D} {'backward' if backward else 'forward'}" + (f" width {width}" if width else "")
+    width = width or D
+    tile = pick_row_tile(width)
+    count = "num_routes_ptr" if pairs else "num_rows_ptr"
+    integers = {"num_slots": "i32", "first_column": "i32"}
+    types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **(GRADS if backward else {})}
+    constexprs = {"D": D, "WIDTH": width, "PITCH": width, "BLOCK_D": tile.block_d}
+    constexprs |= {} if backward else nothing(*GRADS)
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
         constexprs |= {"PAIRS": tile.rows, "W": 2, **(nothing("row_scores_ptr") if backward else {})}
@@ -31,10 +36,10 @@ def combine_case(pairs: bool, D: int, backward: bool) -> Case:
         f"combine:{'_combine_pairs' if pairs else '_combine_routes'}",
         types,
         constexprs,
-        name=f"D {D} {'backward' if backward else 'forward'}",
+        name=name,
         num_warps=tile.num_warps,
         options=tile.options | (NO_FUSION if pairs else {}),
-        unaligned=WORDS,
+        unaligned=(count, "start_ptr", "stop_ptr"),  # words inside larger tensors
         expect=WIDE,
         forbid=FUSED,
     )
@@ -92,6 +97,7 @@ def collect_case(ids: str, out: str) -> Case:
 
 CASES = (
     *(combine_case(pairs, D, backward) for pairs in (False, True) for D in (7168, 2880) for backward in (False, True)),
+    *(combine_case(pairs, 7168, False, 2560) for pairs in (False, True)),
     *(reduce_case(False, scaled, 7168) for scaled in (True, False)),
     reduce_case(True, False, 7168),
     reduce_case(False, True, 2880),

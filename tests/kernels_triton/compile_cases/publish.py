@@ -29,12 +29,13 @@ TYPES = {
 }
 
 
-def case(name: str, D: int, K: int, E: int, check_is_x: bool) -> Case:
+def case(name: str, D: int, K: int, E: int, check_is_x: bool, packed: bool = False) -> Case:
     config = pick_config(D, K)
     return Case(
         "publish:_publish",
-        TYPES,
+        {key: value for key, value in TYPES.items() if not (packed and key == "tokens_ptr")},
         {
+            **({"tokens_ptr": None} if packed else {}),
             "D": D,
             "K": K,
             "E": E,
@@ -46,7 +47,7 @@ def case(name: str, D: int, K: int, E: int, check_is_x: bool) -> Case:
         name=name,
         num_warps=config.num_warps,
         aligned=("x_stride_t", "check_stride_t"),
-        expect=("ld.global.v4.b32", "st.global.v4.b32"),
+        expect=("ld.global.v4.b32",) if packed else ("ld.global.v4.b32", "st.global.v4.b32"),
         forbid=("ld.global.b16",),
     )
 
@@ -54,6 +55,7 @@ def case(name: str, D: int, K: int, E: int, check_is_x: bool) -> Case:
 CASES = (
     case("forward", 7168, 8, 256, True),
     case("backward", 7168, 8, 256, False),
+    case("packed", 7168, 8, 256, True, packed=True),
     case("D-2880", 2880, 4, 128, True),
     case("D-32", 32, 8, 64, True),
     case("many-routes", 2048, 2048, shapes.MAX_EXPERTS, True),

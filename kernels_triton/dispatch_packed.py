@@ -1,0 +1,256 @@
+"""dispatch_packed: the wire rows of quantised tokens, pulled from the peers into a bundle of rows.
+
+    values     copied byte for byte
+    scales     from natural order into blocked order, zeros up to whole atoms of columns
+    outer_inv  FP32, of formats with two levels
+
+formats.packed_row_parts says where they lie in a wire row. Order and rule are dispatch's: it runs after the wait on
+PUBLISHED, a row whose published score is -0.0 becomes zeros in all three, and rows of padding are neither read nor
+written. Per route and de-duplicated give the same bits. Grid: persistent programs over blocks of rows (of pairs).
+Wire rows and values are moved as words of 32 bits, four scales one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_moe import formats
+from dist_moe.quantized import check_wire_rows
+from dist_moe.shapes import cdiv, next_power_of_2
+
+from ._device import delay
+from ._launch import launched
+from ._rows import RowTile, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._scaled import blocked_offset
+from .dispatch import NEGATIVE_ZERO
+
+
+@triton.jit
+def _load_scales(wire_ptrs, mask, VALUE_WORDS: tl.constexpr, NUM_SCALES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Words of four scales of wire rows; what comes behind the last scale is cleared. Also which words there are.
+
+    Example: 6 scales 1 2 3 4 5 6 and then an outer scale: words 0x04030201 and 0x00000605.
+    """
+    word = tl.arange(0, BLOCK_S)
+    mask = mask[:, None] & (4 * word < NUM_SCALES)[None, :]
+    scales = tl.load(wire_ptrs[:, None] + VALUE_WORDS + word[None, :], mask=mask, other=0)
+    left = tl.minimum(NUM_SCALES - 4 * word, 4)
+    return tl.where((left == 4)[None, :], scales, scales & ((1 << 8 * (left & 3)) - 1)[None, :])
+
+
+@triton.jit
+def _store_scales(scales, row, alive, mask, scales_ptr, start, NUM_SCALES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Their places in blocked order; zeros for rows that are not alive."""
+    word = tl.arange(0, BLOCK_S)
+    COLS: tl.constexpr = (NUM_SCALES + 3) // 4 * 4
+    offsets = blocked_offset(row[:, None], 4 * word[None, :], COLS)
+    mask = mask[:, None] & (4 * word < NUM_SCALES)[None, :]
+    tl.store(scales_ptr + (start + offsets) // 4, tl.where(alive[:, None], scales, 0), mask=mask)
+
+
+@triton.jit
+def _load_outer(half_ptrs, mask):
+    """Bits of an FP32 that lies at an even byte."""
+    low = tl.load(half_ptrs, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    return low | (tl.load(half_ptrs + 1, mask=mask, other=0).to(tl.int32) << 16)
+
+
+@launched
+@triton.jit(do_not_specialize=["sources"])
+def _dispatch_packed_routes(
+    tokens_table_ptr,  # [W] int64 addresses of bytes [T_max, WIRE_BYTES]
+    scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
+    row_to_slot_ptr,  # [R] int32
+    num_rows_ptr,  # int32, rows of padding included
+    values_ptr,  # [X, VALUE_WORDS] i32
+    start_ptr,  # int64
+    scales_ptr,  # i32
+    scales_start_ptr,  # int64, bytes
+    outer_inv_ptr,  # i32, bits of fp32; None without outer scales
+    outer_inv_start_ptr,  # int64; None likewise
+    row_scores_ptr,  # [R] fp32
+    stop_ptr,  # int64
+    T_max,
+    sources,  # stretches of rows that are of one source rank each
+    K: tl.constexpr,
+    WIRE_BYTES: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
+
+    Example (e4m3, D = 96, so wire rows of 96 + 3 bytes, padded to 112; row 33 is of a token with the scales 7 8 9):
+    bytes 20 to 23 of the first atom are 7 8 9 0.
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_rows = tl.load(num_rows_ptr)
+    start = tl.load(start_ptr)
+    scales_start = tl.load(scales_start_ptr)
+    offs_v = tl.arange(0, BLOCK_V)
+    num_blocks = tl.cdiv(num_rows, ROWS)
+    parts = num_parts(num_blocks, sources)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
+        delay(block)
+        row = block * ROWS + tl.arange(0, ROWS)
+        slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
+        real = slot >= 0
+        src = slot // (T_max * K)
+        own_slot = slot - src * (T_max * K)
+        token = (own_slot // K).to(tl.int64)
+        wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), real, tl.int32, 16)
+        score = tl.load(peer_pointers(scores_table_ptr, src, own_slot, real, tl.float32, 4), mask=real, other=0.0)
+        tl.store(row_scores_ptr + row, score, mask=real)
+        alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+        scales = _load_scales(wire_ptrs, real, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+        _store_scales(scales, row, alive, real, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+        if outer_inv_ptr is not None:
+            outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
+            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, real, tl.int16, 2), real)
+            outer_ptrs = outer_inv_ptr + tl.load(outer_inv_start_ptr) + row
+            tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=real)
+        value_ptrs = values_ptr + (start + row) * VALUE_WORDS
+        for v in range(0, VALUE_WORDS, BLOCK_V):
+            mask = real[:, None] & (v + offs_v < VALUE_WORDS)[None, :]
+            values = tl.load(wire_ptrs[:, None] + (v + offs_v)[None, :], mask=mask, other=0)
+            tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], tl.where(alive[:, None], values, 0), mask=mask)
+
+
+@launched
+@triton.jit
+def _dispatch_packed_pairs(
+    tokens_table_ptr,  # [W] int64 addresses of bytes [T_max, WIRE_BYTES]
+    scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
+    row_to_slot_ptr,  # [R] int32
+    pair_rows_ptr,  # [R] int32
+    pair_start_ptr,  # [R] int32
+    pair_output_ptr,  # [R] int32
+    num_pairs_ptr,  # int32
+    num_routes_ptr,  # int32, the end of pair_rows
+    values_ptr,  # [X, VALUE_WORDS] i32
+    start_ptr,  # int64
+    scales_ptr,  # i32
+    scales_start_ptr,  # int64, bytes
+    outer_inv_ptr,  # i32, bits of fp32; None without outer scales
+    outer_inv_start_ptr,  # int64; None likewise
+    row_scores_ptr,  # [R] fp32
+    stop_ptr,  # int64
+    T_max,
+    K: tl.constexpr,
+    J: tl.constexpr,
+    W: tl.constexpr,
+    WIRE_BYTES: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+
+    Example: the tables of RoutePlan's docstring. Pair 2 is token 2: its wire row is pulled once, and stored to its rows
+    of experts 1 and 0, with the scores of slots (2, 0) and (2, 1).
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_pairs = tl.load(num_pairs_ptr)
+    num_routes = tl.load(num_routes_ptr)
+    start = tl.load(start_ptr)
+    scales_start = tl.load(scales_start_ptr)
+    offs_v = tl.arange(0, BLOCK_V)
+    num_blocks = tl.cdiv(num_pairs, PAIRS)
+    parts = num_parts(num_blocks, W)
+    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
+        block = spread(turn, num_blocks, parts)
+        delay(block)
+        pair = block * PAIRS + tl.arange(0, PAIRS)
+        in_use = pair < num_pairs
+        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
+        most = tl.max(count, axis=0)
+        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+        src = output // (T_max * J)
+        token = ((output - src * (T_max * J)) // J).to(tl.int64)
+        wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), in_use, tl.int32, 16)
+        scales = _load_scales(wire_ptrs, in_use, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+        if outer_inv_ptr is not None:
+            outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
+            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, in_use, tl.int16, 2), in_use)
+        for i in range(most):
+            here = i < count
+            row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+            own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * (T_max * K)
+            score = tl.load(peer_pointers(scores_table_ptr, src, own_slot, here, tl.float32, 4), mask=here, other=0.0)
+            tl.store(row_scores_ptr + row, score, mask=here)
+            alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+            _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+            if outer_inv_ptr is not None:
+                outer_ptrs = outer_inv_ptr + tl.load(outer_inv_start_ptr) + row
+                tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=here)
+        tl.debug_barrier()  # below, any thread of this program reads the scores that another one stored
+        for v in range(0, VALUE_WORDS, BLOCK_V):
+            mask_v = (v + offs_v < VALUE_WORDS)[None, :]
+            values = tl.load(wire_ptrs[:, None] + (v + offs_v)[None, :], mask=in_use[:, None] & mask_v, other=0)
+            for i in range(most):
+                here = i < count
+                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+                score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
+                alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+                value_ptrs = values_ptr + (start + row) * VALUE_WORDS
+                value = tl.where(alive[:, None], values, 0)
+                tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], value, mask=here[:, None] & mask_v)
+
+
+def pick_tile(format: formats.Format, width: int) -> RowTile:
+    """As much of the values in flight as dispatch has of its rows."""
+    return pick_row_tile(width // format.values_per_byte // 2)  # in elements of two bytes
+
+
+def wire_options(format: formats.Format, width: int) -> dict[str, int]:
+    """Constexprs that both kernels take."""
+    values_end, scales_end, _ = formats.packed_row_parts(format, width)
+    return {
+        "WIRE_BYTES": formats.packed_row_bytes(format, width),
+        "VALUE_WORDS": values_end // 4,
+        "NUM_SCALES": scales_end - values_end,
+        "BLOCK_V": pick_tile(format, width).block_d // 2,
+        "BLOCK_S": next_power_of_2(cdiv(scales_end - values_end, 4)),
+    }
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8).view(torch.int32)
+
+
+def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, stop_1, num_sms=None):
+    """Pull the wire rows routed to this rank into a bundle of quantised rows in expert-major order, with their scores.
+
+    Args:    plan: from route() with experts aligned to atoms.  tokens: uint8 [1, T_max, B], rows as pack_rows makes
+             them.  rows: bundle, whose rows of padding are left alone.  row_scores_R: fp32 [R], written.
+    Raises:  ValueError where tokens, format and bundle do not fit.
+    Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
+    Source:  reference_producers.dispatch_packed.
+    """
+    (T_max, K), W = scores.own.shape, len(tokens.peers)
+    width = check_wire_rows("dispatch_packed", tokens.own, rows, format)
+    tile = pick_tile(format, width)
+    grid = row_grid(rows.values.device, tile, num_sms)
+    outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
+    into = (_words(rows.values), rows.start_1, _words(rows.scales), rows.scales_start_1, *outer, row_scores_R, stop_1)
+    options = wire_options(format, width) | tile.options
+    if dedup:
+        pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1, plan.num_routes_1)
+        _dispatch_packed_pairs[grid](
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, *into, T_max,
+            K=K, J=min(K, W), W=W, PAIRS=tile.rows, **options,
+        )  # fmt: skip
+    else:
+        num_rows_1, sources = plan.row_start_P[-1:], W * plan.num_local_experts
+        _dispatch_packed_routes[grid](
+            tokens.table_W, scores.table_W, plan.row_to_slot_R, num_rows_1, *into, T_max, sources,
+            K=K, ROWS=tile.rows, **options,
+        )  # fmt: skip

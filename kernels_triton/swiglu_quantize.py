@@ -1,0 +1,562 @@
+"""SwiGLU whose results leave as block-scaled values: no BF16 rounding between the formula and the quantiser.
+
+    forward   h2 = act(gate, up), quantised by rows, for the product with W2
+    backward  g2 = dy @ W2, not multiplied by the score;  score_grad = <g2, h2>;  d_h2 = score * g2
+              g1 = [d_gate | d_up], quantised by rows, for the product with W13, and by columns, for W13's gradient
+              h2, not multiplied by the score, quantised by columns, for W2's gradient, whose dy has the score
+
+Formulas in swiglu.py, formats in _scaled.py. Rows of padding come last in an expert and experts begin at multiples of
+128 rows, so a tile whose first row is padding holds nothing else. What h1 and g2 hold there is never read.
+
+Grid: persistent. Reads and writes local memory only; no barrier before or after it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_moe import formats
+from dist_moe.formats import Format
+from dist_moe.quantized import Bundle, check_swiglu_backward_quantize, check_swiglu_quantize
+
+from ._device import delay, is_interpreting, num_programs
+from ._launch import launched
+from ._scaled import (
+    ATOM_C,
+    ATOM_R,
+    INFINITY,
+    MAGNITUDE,
+    bits_of,
+    block_scales,
+    blocked_offset,
+    format_options,
+    one_nan,
+    outer_scale,
+    pack_pairs,
+    value_codes,
+)
+from .swiglu import gate_up, gate_up_grads
+
+PADDING_SCALE = tl.constexpr(formats.PADDING_SCALE)
+
+PROGRAMS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    block_r: int  # rows of a tile; divides 128
+    block_f: int  # columns of a tile, per half of h1; a multiple of the 128 of an atom of row scales but in backward
+    num_warps: int = 8
+
+    @property
+    def options(self) -> dict:
+        """Of the compiler. Products are rounded before they are added, and ptxas may use the registers of half an SM
+        rather than spill around the calls of exact division."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 128}
+
+
+# All of it moves memory; a thread has 16 elements of a tile, so an SM's two programs read 32 KiB (forward) and 24 KiB
+# (backward) at a time. Forward: a row of a tile is a warp's 16-byte loads. Two-level formats read whole rows twice and
+# serve inference, where an expert may have few rows: short tiles spread them. Backward: the 32 rows of a block of
+# columns, and as many columns as three quantised matrices leave registers for.
+CONFIGS = {
+    "rows": Config(block_r=16, block_f=256),
+    "rows_two_level": Config(block_r=8, block_f=512),
+    "backward": Config(block_r=32, block_f=64),
+}
+
+
+def pick_config(kind: str) -> Config:
+    return CONFIGS[kind]
+
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _put_rows(
+    x,  # fp32, rows first_row, ..., columns col, ...
+    first_row,  # i64, a multiple of the rows of x
+    real,
+    col,
+    end,  # of the columns that x may fill, multiples of BLOCK as col is
+    outer,
+    values_ptr,  # of row 0
+    values_stride,
+    scales_ptr,
+    padded_S,
+    ELEMENT: tl.constexpr,
+    VALUES_PER_BYTE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+):
+    """Quantise and store a tile of the real rows, blocks along a row.
+
+    Offsets inside the tile are of 32 bits, which a thread adds to a base that all share.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x, (R, C // BLOCK, BLOCK))
+    amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
+    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+    codes = value_codes(blocks * factor[:, :, None], ELEMENT)
+    if not TWO_LEVEL:
+        codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    codes = tl.reshape(codes, (R, C))
+    if VALUES_PER_BYTE == 2:
+        codes = pack_pairs(codes, R, C)
+    byte = col // VALUES_PER_BYTE + tl.arange(0, C // VALUES_PER_BYTE)
+    inside = real[:, None] & (byte < end // VALUES_PER_BYTE)[None, :]
+    row = tl.arange(0, R)[:, None]
+    values_ptr += first_row * values_stride
+    tl.store(values_ptr + (row * values_stride + byte[None, :]), codes, mask=inside)
+    s = col // BLOCK + tl.arange(0, C // BLOCK)
+    inside = real[:, None] & (s < end // BLOCK)[None, :]
+    tl.store(_row_scale_ptrs(scales_ptr, first_row, R, s, padded_S), scales, mask=inside)
+
+
+@triton.jit
+def _row_scale_ptrs(scales_ptr, first_row, R: tl.constexpr, s, padded_S):
+    """Where the scales of R rows lie; they are among the 32 rows of an atom that are 16 bytes apart."""
+    tl.static_assert(R <= 32)
+    return scales_ptr + blocked_offset(first_row, s, padded_S)[None, :] + 16 * tl.arange(0, R)[:, None]
+
+
+@triton.jit
+def _fill_row_atoms(first_row, real, S, padded_S, scales_ptr):
+    """Scales of the real rows that only fill their atoms."""
+    s = S + tl.arange(0, ATOM_C)
+    inside = real[:, None] & (s < padded_S)[None, :]
+    padding = tl.full(inside.shape, PADDING_SCALE, tl.uint8)
+    tl.store(_row_scale_ptrs(scales_ptr, first_row, real.shape[0], s, padded_S), padding, mask=inside)
+
+
+@triton.jit
+def _put_columns(
+    x,  # fp32 [BLOCK, columns], columns col, col + 1, ...
+    block,  # of rows, i64
+    col,
+    end,  # of the columns that x may fill
+    values_ptr,  # of row 0
+    values_stride,
+    scales_ptr,
+    num_blocks,
+    ELEMENT: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+):
+    """Quantise and store a tile that is one block high, one-byte formats."""
+    row = tl.arange(0, BLOCK)[:, None]
+    cols = col + tl.arange(0, x.shape[1])
+    amax = tl.max(bits_of(x) & MAGNITUDE, axis=0)
+    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    codes = value_codes(x * factor[None, :], ELEMENT)
+    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    values_ptr += block * BLOCK * values_stride
+    tl.store(values_ptr + (row * values_stride + cols[None, :]), codes, mask=(cols < end)[None, :])
+    tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), scales, mask=cols < end)
+
+
+@triton.jit
+def _fill_column_atoms(block, C, scales_ptr, num_blocks):
+    """Scales of a block of rows, of the columns past C that only fill the atoms."""
+    cols = C + tl.arange(0, ATOM_R)
+    padding = tl.full((ATOM_R,), PADDING_SCALE, tl.uint8)
+    inside = cols < tl.cdiv(C, ATOM_R) * ATOM_R
+    tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), padding, mask=inside)
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _act(h1_ptr, real, cols, F, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: tl.constexpr):
+    """FP32 h2 of a tile whose rows of h1 begin at h1_ptr; zeros where a row is not real or a column not there."""
+    mask = real[:, None] & (cols < F)[None, :]
+    gate_ptrs = h1_ptr + (tl.arange(0, real.shape[0])[:, None] * 2 * F + cols[None, :])
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
+    gate, up, sig = gate_up(gate, up, alpha, limit, CLAMPED, FAST_MATH)
+    return gate * sig * up
+
+
+# Words of the place record are at odd and even words: no variant for each.
+@launched
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "h1_start_ptr",
+        "values_start_ptr",
+        "scales_start_ptr",
+        "outer_inv_start_ptr",
+        "row_to_slot_ptr",
+        "num_rows_ptr",
+        "stop_ptr",
+    ]
+)
+def _swiglu_quantize(
+    h1_ptr,  # [X, 2F] bf16
+    h1_start_ptr,  # [1] i64
+    values_ptr,  # [X, F / values per byte] bytes
+    values_start_ptr,  # [1] i64
+    scales_ptr,  # bytes, blocked order
+    scales_start_ptr,  # [1] i64
+    outer_inv_ptr,  # fp32 or None
+    outer_inv_start_ptr,  # [1] i64 or None
+    row_to_slot_ptr,  # [R] i32, -1 for padding
+    num_rows_ptr,  # [1] i32
+    stop_ptr,  # [1] i64
+    F,
+    alpha,
+    limit,
+    ELEMENT: tl.constexpr,
+    VALUES_PER_BYTE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    EPS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Item i is a tile of BLOCK_R rows by BLOCK_F columns; with outer scales it is BLOCK_R rows, read twice.
+
+    Example (e4m3): a row of gate 20, up 3 has h2 60, so m = 0.134 is rounded up to 0.25: scale 125 and values 240, code
+    0x77. In NVFP4 the outer scale is 2688 / 60 = 44.8, its inverse 0.0223, the block scales are 448 and the values 6.
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_rows = tl.load(num_rows_ptr)
+    values_stride = F // VALUES_PER_BYTE
+    h1_ptr += tl.load(h1_start_ptr) * 2 * F
+    values_ptr += tl.load(values_start_ptr) * values_stride
+    scales_ptr += tl.load(scales_start_ptr)
+    if TWO_LEVEL:
+        outer_inv_ptr += tl.load(outer_inv_start_ptr)
+    S = F // BLOCK
+    padded_S = tl.cdiv(S, ATOM_C) * ATOM_C
+    num_chunks = tl.cdiv(F, BLOCK_F)
+    chunks_of_item = 1
+    if TWO_LEVEL:
+        chunks_of_item = num_chunks
+    items_of_rows = num_chunks // chunks_of_item
+    for item in tl.range(tl.program_id(0), num_rows // BLOCK_R * items_of_rows, tl.num_programs(0)):
+        delay(item)
+        first_row = tl.cast(item // items_of_rows * BLOCK_R, tl.int64)
+        first_chunk = item % items_of_rows
+        if tl.load(row_to_slot_ptr + first_row) >= 0:
+            rows = first_row + tl.arange(0, BLOCK_R)
+            real = tl.load(row_to_slot_ptr + rows) >= 0
+            tile_ptr = h1_ptr + first_row * 2 * F
+            outer = tl.full((BLOCK_R, 1), 1.0, tl.float32)
+            if TWO_LEVEL:
+                amax_R = tl.zeros((BLOCK_R,), tl.int32)
+                for chunk in range(num_chunks):
+                    cols = chunk * BLOCK_F + tl.arange(0, BLOCK_F)
+                    h2 = _act(tile_ptr, real, cols, F, alpha, limit, CLAMPED, FAST_MATH)
+                    amax_R = tl.maximum(amax_R, tl.max(bits_of(h2) & MAGNITUDE, axis=1))
+                outer_R = outer_scale(amax_R, EPS)
+                tl.store(outer_inv_ptr + rows, one_nan(tl.div_rn(1.0, outer_R)), mask=real)
+                outer = outer_R[:, None]
+            for chunk in range(first_chunk, first_chunk + chunks_of_item):
+                cols = chunk * BLOCK_F + tl.arange(0, BLOCK_F)
+                h2 = _act(tile_ptr, real, cols, F, alpha, limit, CLAMPED, FAST_MATH)
+                _put_rows(
+                    h2,
+                    first_row,
+                    real,
+                    chunk * BLOCK_F,
+                    F,
+                    outer,
+                    values_ptr,
+                    values_stride,
+                    scales_ptr,
+                    padded_S,
+                    ELEMENT,
+                    VALUES_PER_BYTE,
+                    NAN_CODE,
+                    BLOCK,
+                    RECIPROCAL,
+                    TWO_LEVEL,
+                )
+            if first_chunk == 0:
+                _fill_row_atoms(first_row, real, S, padded_S, scales_ptr)
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+@launched
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "h1_start_ptr",
+        "g2_start_ptr",
+        "g1_rows_start_ptr",
+        "g1_row_scales_start_ptr",
+        "g1_columns_start_ptr",
+        "g1_column_scales_start_ptr",
+        "h2_columns_start_ptr",
+        "h2_column_scales_start_ptr",
+        "row_to_slot_ptr",
+        "num_rows_ptr",
+        "stop_ptr",
+    ]
+)
+def _swiglu_backward_quantize(
+    h1_ptr,  # [X, 2F] bf16
+    h1_start_ptr,  # [1] i64
+    g2_ptr,  # [X, F] bf16
+    g2_start_ptr,  # [1] i64
+    score_ptr,  # [R] fp32
+    score_grad_ptr,  # [R] fp32
+    g1_rows_ptr,  # [X, 2F] bytes
+    g1_rows_start_ptr,  # [1] i64
+    g1_row_scales_ptr,  # bytes, blocked order
+    g1_row_scales_start_ptr,  # [1] i64
+    g1_columns_ptr,  # [X, 2F] bytes or None, as the three after it
+    g1_columns_start_ptr,
+    g1_column_scales_ptr,
+    g1_column_scales_start_ptr,
+    h2_columns_ptr,  # [X, F] bytes or None, as the three after it
+    h2_columns_start_ptr,
+    h2_column_scales_ptr,
+    h2_column_scales_start_ptr,
+    row_to_slot_ptr,  # [R] i32, -1 for padding
+    num_rows_ptr,  # [1] i32
+    stop_ptr,  # [1] i64
+    F,
+    alpha,
+    limit,
+    ELEMENT: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Program p takes row blocks p, p + programs, ..., of BLOCK whole rows: those of a block of columns, and a score
+    gradient is a sum in a fixed order, over the columns of a chunk, then over the chunks.
+
+    Rows of padding count as zeros: their loads are masked.
+    Example (e4m3, one real row): gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, h2 60, whose blocks have the
+    scales 120, 123 and 125 in rows and in columns, and <g2, h2> = 120 a column.
+    """
+    if tl.load(stop_ptr) != 0:
+        return
+    num_blocks = tl.load(num_rows_ptr) // BLOCK
+    padded_S = tl.cdiv(2 * F // BLOCK, ATOM_C) * ATOM_C
+    h1_ptr += tl.load(h1_start_ptr) * 2 * F
+    g2_ptr += tl.load(g2_start_ptr) * F
+    g1_rows_ptr += tl.load(g1_rows_start_ptr) * 2 * F
+    g1_row_scales_ptr += tl.load(g1_row_scales_start_ptr)
+    if g1_columns_ptr is not None:
+        g1_columns_ptr += tl.load(g1_columns_start_ptr) * 2 * F
+        g1_column_scales_ptr += tl.load(g1_column_scales_start_ptr)
+    if h2_columns_ptr is not None:
+        h2_columns_ptr += tl.load(h2_columns_start_ptr) * F
+        h2_column_scales_ptr += tl.load(h2_column_scales_start_ptr)
+    for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        delay(block)
+        block = tl.cast(block, tl.int64)
+        first_row = block * BLOCK
+        rows = first_row + tl.arange(0, BLOCK)
+        row = tl.arange(0, BLOCK)[:, None]
+        real = tl.load(row_to_slot_ptr + rows) >= 0
+        score = tl.load(score_ptr + rows, mask=real, other=0.0)[:, None]
+        score_grad_R = tl.zeros((BLOCK,), tl.float32)
+        for col in range(0, F, BLOCK_F):
+            cols = col + tl.arange(0, BLOCK_F)[None, :]
+            mask = real[:, None] & (cols < F)
+            gate_ptrs = h1_ptr + first_row * 2 * F + (row * 2 * F + cols)
+            raw_gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+            raw_up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
+            g2 = tl.load(g2_ptr + first_row * F + (row * F + cols), mask=mask, other=0.0).to(tl.float32)
+            gate, up, sig = gate_up(raw_gate, raw_up, alpha, limit, CLAMPED, FAST_MATH)
+            h2 = gate * sig * up
+            score_grad_R += tl.sum(g2 * h2, axis=1)
+            d_gate, d_up = gate_up_grads(score * g2, raw_gate, raw_up, gate, up, sig, alpha, limit, CLAMPED)
+            if h2_columns_ptr is not None:
+                _put_columns(
+                    h2,
+                    block,
+                    col,
+                    F,
+                    h2_columns_ptr,
+                    F,
+                    h2_column_scales_ptr,
+                    num_blocks,
+                    ELEMENT,
+                    NAN_CODE,
+                    BLOCK,
+                    RECIPROCAL,
+                )
+            for half in tl.static_range(2):
+                d_half = d_up if half else d_gate
+                _put_rows(
+                    d_half,
+                    first_row,
+                    real,
+                    half * F + col,
+                    half * F + F,
+                    1.0,
+                    g1_rows_ptr,
+                    2 * F,
+                    g1_row_scales_ptr,
+                    padded_S,
+                    ELEMENT,
+                    1,
+                    NAN_CODE,
+                    BLOCK,
+                    RECIPROCAL,
+                    False,
+                )
+                if g1_columns_ptr is not None:
+                    _put_columns(
+                        d_half,
+                        block,
+                        half * F + col,
+                        half * F + F,
+                        g1_columns_ptr,
+                        2 * F,
+                        g1_column_scales_ptr,
+                        num_blocks,
+                        ELEMENT,
+                        NAN_CODE,
+                        BLOCK,
+                        RECIPROCAL,
+                    )
+        tl.store(score_grad_ptr + rows, score_grad_R, mask=real)
+        _fill_row_atoms(first_row, real, 2 * F // BLOCK, padded_S, g1_row_scales_ptr)
+        if g1_columns_ptr is not None:
+            _fill_column_atoms(block, 2 * F, g1_column_scales_ptr, num_blocks)
+        if h2_columns_ptr is not None:
+            _fill_column_atoms(block, F, h2_column_scales_ptr, num_blocks)
+
+
+# ---- launchers -----------------------------------------------------------------------------------------------------
+
+
+def _grid(device: torch.device, num_sms: int | None) -> tuple[int]:
+    """Persistent; a limit on SMs holds for programs."""
+    per_sm = 1 if num_sms is not None or is_interpreting() else PROGRAMS_PER_SM
+    return (num_programs(device, num_sms) * per_sm,)
+
+
+def _places(bundle: Bundle | None) -> tuple[Tensor | None, ...]:
+    """Values and scales of a bundle as bytes, each with its start."""
+    if bundle is None:
+        return (None,) * 4
+    return bundle.values.view(torch.uint8), bundle.start_1, bundle.scales.view(torch.uint8), bundle.scales_start_1
+
+
+def swiglu_quantize(
+    h1_X2F,
+    h1_start_1,
+    rows: Bundle,
+    row_start_P,
+    row_to_slot_R,
+    *,
+    format: Format,
+    activation,
+    fast_math=False,
+    stop_1,
+    num_sms=None,
+    config=None,
+) -> None:
+    """h2 = act(gate, up) in FP32, its rows quantised.
+
+    Args:    h1_X2F: bf16, contiguous; the call's rows begin at h1_start_1 (int64, device).  rows: of F values.
+             row_start_P: int32 [L + 1], device; the last word counts the rows with padding, and experts begin at
+             multiples of 128.  row_to_slot_R: int32, device; of rows of padding, which are -1 and come last in an
+             expert, nothing is read or written.  format: any.  fast_math: the sigmoid divides approximately.
+             stop_1: nothing is touched when it is not 0.  num_sms: at most that many programs.  config: other than
+             pick_config's.
+    Raises:  ValueError for other dtypes, layouts or widths.
+    Source:  reference_swiglu.swiglu_quantize; equal to it but for the last bit of exp.
+    """
+    F = check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows)
+    config = config or pick_config("rows_two_level" if format.two_level else "rows")
+    _swiglu_quantize[_grid(h1_X2F.device, num_sms)](
+        h1_X2F,
+        h1_start_1,
+        *_places(rows),
+        rows.outer_inv,
+        rows.outer_inv_start_1,
+        row_to_slot_R,
+        row_start_P[-1:],
+        stop_1,
+        F,
+        activation.alpha,
+        activation.limit,
+        **format_options(format),
+        VALUES_PER_BYTE=format.values_per_byte,
+        TWO_LEVEL=format.two_level,
+        EPS=formats.ROW_EPS,
+        CLAMPED=activation.clamped,
+        FAST_MATH=fast_math,
+        BLOCK_R=config.block_r,
+        BLOCK_F=config.block_f,
+        **config.options,
+    )
+
+
+def swiglu_backward_quantize(
+    h1_X2F,
+    h1_start_1,
+    g2_XF,
+    g2_start_1,
+    row_scores_R,
+    score_grads_R,
+    row_start_P,
+    row_to_slot_R,
+    *,
+    format: Format,
+    g1_rows: Bundle,
+    g1_columns: Bundle | None,
+    h2_columns: Bundle | None,
+    activation,
+    fast_math=False,
+    stop_1,
+    num_sms=None,
+    config=None,
+) -> None:
+    """<g2, h2> into score_grads_R, g1 = [d_gate | d_up] by rows and by columns, and h2 by columns; nothing in place.
+
+    Args:    as in swiglu_quantize; format: MXFP8.  g2_XF: bf16, dy @ W2, not multiplied by the score.  row_scores_R,
+             score_grads_R: fp32.  g1_rows, g1_columns: of 2F values.  h2_columns: of F values.  Columns may be None;
+             their rows of padding are zeros, and nothing else of padding is written.
+    Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
+    Source:  reference_swiglu.swiglu_backward_quantize; the score gradient without W2's output is SonicMoE's idea.
+    """
+    bundles = (g1_rows, g1_columns, h2_columns)
+    F = check_swiglu_backward_quantize("swiglu_backward_quantize", h1_X2F, g2_XF, format, *bundles)
+    config = config or pick_config("backward")
+    assert config.block_r == format.block, "a program's rows are those of a block of columns"
+    _swiglu_backward_quantize[_grid(h1_X2F.device, num_sms)](
+        h1_X2F,
+        h1_start_1,
+        g2_XF,
+        g2_start_1,
+        row_scores_R,
+        score_grads_R,
+        *(tensor for bundle in bundles for tensor in _places(bundle)),
+        row_to_slot_R,
+        row_start_P[-1:],
+        stop_1,
+        F,
+        activation.alpha,
+        activation.limit,
+        **format_options(format),
+        CLAMPED=activation.clamped,
+        FAST_MATH=fast_math,
+        BLOCK_F=config.block_f,
+        **config.options,
+    )

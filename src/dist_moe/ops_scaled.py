@@ -1,0 +1,113 @@
+"""The custom ops of block-scaled calls, registered when the first block-scaled Context is made; see ops.py."""
+
+import torch
+from torch import Tensor
+
+from . import moe
+from .context import Context, live_context
+from .ops import NO_SLOT, NUM_PLAN_TENSORS, NUM_STATE_TENSORS, define_forward, empty_grads, expert_major, fake_state
+from .quantized import QuantizedWeights, weights_layout
+from .route_plan import RoutePlan
+
+
+def weights_of_call(
+    context: Context, w13: Tensor, w2: Tensor, prepared: list[Tensor | None]
+) -> tuple[QuantizedWeights, QuantizedWeights]:
+    """Both weights quantised: prepared ones as they are, others now, square blocks in training."""
+    if prepared:
+        parts = (prepared[:4], prepared[4:])
+        return tuple(QuantizedWeights(*part[:3], None, part[3]) for part in parts)
+    how = {"format": context.path.format, "square": context.path.geometry.training}
+    return tuple(context.path.ops.quantize_weights(weight, **how) for weight in expert_major(context, w13, w2))
+
+
+def _block_scaled_forward(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    save: bool,
+    slot: int,
+    depth: int,
+    context: str,
+    prepared: list[Tensor | None],
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, empty if
+    they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
+    ctx = live_context(context)
+    with ctx.call():
+        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        weights = weights_of_call(ctx, w13, w2, prepared)
+        saves_in_slot = save and slot != NO_SLOT
+        if saves_in_slot:
+            ctx.saved.push(slot, depth)
+        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, *weights, out_TD, saves_in_slot, slot, depth)
+        moe.forward(ctx.path, ctx.ranks, [call])
+    state = [*call.plan.tensors(), call.place]
+    operands = [part for weight in weights for part in weight[:3]]
+    if not save:
+        state = [tensor.new_empty(0) for tensor in state]
+    if not save or prepared:
+        operands = [x_TD.new_empty(0) for _ in operands]
+    return out_TD, *state, *operands
+
+
+def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared):
+    ctx = live_context(context)
+    operands = [x_TD.new_empty(0) for _ in range(6)]
+    if save and not prepared:
+        L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
+        layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
+        operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    return out_TD, *fake_state(x_TD, save, context), *operands
+
+
+block_scaled_forward = define_forward("block_scaled_forward", _block_scaled_forward, _fake_block_scaled_forward)
+
+
+@torch.library.custom_op("dist_moe::block_scaled_backward", mutates_args=())
+def block_scaled_backward(
+    grad_out_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    state: list[Tensor],
+    needs_w13: bool,
+    needs_w2: bool,
+    wgrad_dtype: torch.dtype,
+    slot: int,
+    context: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As dist_moe::bf16_backward; the state ends with the operands of both weights."""
+    ctx = live_context(context)
+    with ctx.call():
+        grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+        L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
+        operands = state[NUM_STATE_TENSORS:]
+        call = moe.BackwardCall(
+            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
+            ids_TK,
+            scores_TK,
+            QuantizedWeights(*operands[:3], None, None),
+            QuantizedWeights(*operands[3:], None, None),
+            RoutePlan(*state[:NUM_PLAN_TENSORS]),
+            state[NUM_PLAN_TENSORS],
+            grads[0],
+            grads[1],
+            grads[2].view(L, 2 * F, D) if needs_w13 else None,
+            grads[3].view(L, D, F) if needs_w2 else None,
+        )
+        ctx.saved.pop(slot)
+        moe.backward(ctx.path, ctx.ranks, [call])
+    return grads
+
+
+@block_scaled_backward.register_fake
+def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
+    return empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)

@@ -1,0 +1,44 @@
+"""dispatch_packed: values are read and written 16 bytes a thread, an outer scale as two halves."""
+
+from tests.compile_check import Case
+
+from dist_moe.formats import MXFP8_E4M3, NVFP4
+from dist_moe.kernels_triton.dispatch_packed import pick_tile, wire_options
+
+TABLES = {"tokens_table_ptr": "*i64", "scores_table_ptr": "*i64", "row_to_slot_ptr": "*i32"}
+PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32"}
+PAIRS |= {"num_pairs_ptr": "*i32", "num_routes_ptr": "*i32"}
+BUNDLE = {"values_ptr": "*i32", "start_ptr": "*i64", "scales_ptr": "*i32", "scales_start_ptr": "*i64"}
+OUTER = {"outer_inv_ptr": "*i32", "outer_inv_start_ptr": "*i64"}
+WORDS = ("num_rows_ptr", "start_ptr", "scales_start_ptr", "outer_inv_start_ptr", "stop_ptr")
+
+
+def case(pairs: bool, format, D: int) -> Case:
+    tile = pick_tile(format, D)
+    return Case(
+        f"dispatch_packed:_dispatch_packed_{'pairs' if pairs else 'routes'}",
+        {
+            **TABLES,
+            **(PAIRS if pairs else {"num_rows_ptr": "*i32", "sources": "i32"}),
+            **BUNDLE,
+            **(OUTER if format.two_level else {}),
+            "row_scores_ptr": "*fp32",
+            "stop_ptr": "*i64",
+            "T_max": "i32",
+        },
+        {
+            **({} if format.two_level else dict.fromkeys(OUTER)),
+            "K": 8,
+            **({"J": 2, "W": 2, "PAIRS": tile.rows} if pairs else {"ROWS": tile.rows}),
+            **wire_options(format, D),
+        },
+        name=f"{format.name} D {D}",
+        num_warps=tile.num_warps,
+        options=tile.options,
+        unaligned=WORDS,
+        expect=("ld.global.v4.b32", "st.global.v4.b32", *(("ld.global.b16",) if format.two_level else ())),
+        forbid=("ld.global.b8", "st.global.b8"),
+    )
+
+
+CASES = tuple(case(pairs, format, D) for pairs in (False, True) for format, D in ((MXFP8_E4M3, 7168), (NVFP4, 2880)))
