@@ -130,8 +130,11 @@ IMPLS = (
         needs_hopper,
     ),
     *(
-        Impl(op, "gluon", f"dist_moe.kernels_triton.scaled_hopper:{op}", needs_hopper)
-        for op in ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad")
+        Impl(op, "gluon", f"dist_moe.kernels_triton.{file}:{op}", needs_hopper)
+        for op, file in (
+            ("grouped_gemm_scaled", "scaled_fp4_hopper"),
+            ("grouped_gemm_scaled_dgrad", "scaled_hopper"),
+        )
     ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),

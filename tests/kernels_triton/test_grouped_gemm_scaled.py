@@ -562,6 +562,56 @@ def test_hopper_windows_and_bits(device):
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
+def test_hopper_fp4_equals_the_oracle(case, device):
+    """Every tile gives the same bits, of whole results and of windows."""
+    from dist_moe.kernels_triton import scaled_fp4_hopper
+
+    problem = Problem(case, NVFP4, device)
+    ref = problem.run(reference, "forward")
+    whole = problem.run(scaled_fp4_hopper, "forward")
+    assert_equal(whole, ref)
+    for config in scaled_fp4_hopper.CONFIGS.values():
+        for num_sms in (None, 1):
+            out = problem.run(scaled_fp4_hopper, "forward", config=config, num_sms=num_sms)
+            assert torch.equal(out, whole)
+        for columns in ((0, 32), (128, 32), (case.N // 128 * 128, case.N % 128)):
+            if 0 < columns[1] and sum(columns) <= case.N:
+                out = problem.run(scaled_fp4_hopper, "forward", columns=columns, config=config)
+                assert torch.equal(out, whole[:, columns[0] : sum(columns)])
+    problem.stop.fill_(1)
+    assert (problem.run(scaled_fp4_hopper, "forward") == BAD_OUT).all()
+
+
+@pytest.mark.sm90
+def test_hopper_fp4_nan_and_codes(device):
+    """A NaN scale spoils its row alone; every pair of a code and a scale has its exact value."""
+    from dist_moe.kernels_triton import scaled_fp4_hopper
+
+    problem = Problem(Case("NaN", (9, 20), 96, 544), NVFP4, device)
+    clean = problem.run(scaled_fp4_hopper, "forward")
+    problem.a.scales.view(torch.uint8).view(-1)[2 * 16 + 1] = 0x7F
+    out = problem.run(scaled_fp4_hopper, "forward")
+    bad = out.isnan()
+    assert bad[2].all() and int(bad.sum()) == bad.shape[1]
+    assert torch.equal(out[~bad], clean[~bad])
+    # Row r of a picks block r with a code, column c of w has scale c in each block: one product an output.
+    problem = Problem(Case("codes", (16,), 128, 256), NVFP4, device)
+    values = torch.zeros(problem.R, 256, dtype=torch.uint8)
+    values[torch.arange(16), torch.arange(16) * 16 + torch.arange(16)] = 2  # 1.0
+    problem.a.values.view(torch.uint8).copy_(values[:, ::2] | values[:, 1::2] << 4)
+    codes = (torch.arange(256) % 16).to(torch.uint8)  # value k % 16 in column k
+    problem.w.values.view(torch.uint8).copy_((codes[::2] | codes[1::2] << 4).expand(1, 128, 128))
+    scales = torch.arange(128, dtype=torch.uint8)[None, :, None].expand(1, 128, 16).contiguous()
+    scales[:, 127] = 0
+    problem.w.scales.view(torch.uint8).copy_(oracle.to_blocked(scales))
+    problem.w.outer_inv_G.fill_(1.0)
+    problem.a.outer_inv_R.fill_(1.0)
+    out = problem.run(scaled_fp4_hopper, "forward")
+    assert torch.equal(out, problem.run(reference, "forward").to(out))
+
+
+@pytest.mark.sm90
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
@@ -588,6 +638,12 @@ def test_choice_of_the_tile_on_hopper():
     rows = [pick_config(True, n).rows for n in (1, 16, 17, 33, 64, 65, None)]
     assert rows == [16, 16, 32, 64, 64, 128, 128]
     assert [pick_config(False, n).rows for n in (16, 65, None)] == [16, 64, 64]
+
+
+def test_choice_of_the_fp4_tile_on_hopper():
+    from dist_moe.kernels_triton.scaled_fp4_hopper import pick_config
+
+    assert [pick_config(n).rows for n in (1, 16, 17, 33, 65, None)] == [16, 16, 32, 64, 64, 64]
 
 
 # Sizes of real models, compiled only
