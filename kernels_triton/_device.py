@@ -23,6 +23,7 @@ MAX_DELAY_NS = 1_000_000  # what one nanosleep takes
 
 _CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
 _SLEEP_NS = tl.constexpr("nanosleep.u32 $1; mov.u32 $0, $1;")
+_RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
 
 
 def _delay_ns(text: str) -> int:
@@ -54,6 +55,12 @@ def clock_ns():
     Every warp reads its own: a loop that ends by the clock needs num_warps=1, else the warps may part in it.
     """
     return tl.inline_asm_elementwise(_CLOCK_NS, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def reciprocal(v):
+    """1 / v in FP32, rounded to nearest even: the bits of the division for half its instructions."""
+    return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -97,4 +104,10 @@ if is_interpreting():
         return ns
 
     register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
+
+    def _divide_one(v):
+        with np.errstate(divide="ignore"):
+            return np.float32(1) / v
+
     register_asm(_SLEEP_NS.value, _sleep)
+    register_asm(_RECIPROCAL.value, _divide_one)

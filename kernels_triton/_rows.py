@@ -24,8 +24,8 @@ class RowTile:
     @property
     def options(self) -> dict[str, int]:
         """Of the compiler. It may use the registers of its share of an SM: left alone, that of Triton 3.9 takes fewer
-        and spills."""
-        return {"num_warps": self.num_warps, "maxnreg": 65536 // (self.programs_per_sm * self.num_warps * 32)}
+        and spills. 255 is what a thread can have."""
+        return {"num_warps": self.num_warps, "maxnreg": min(65536 // (self.programs_per_sm * self.num_warps * 32), 255)}
 
 
 @functools.cache

@@ -37,7 +37,6 @@ def format_options(format: Format) -> dict:
     """Constexprs that every kernel of a format takes; not to be changed."""
     return {
         "ELEMENT": ELEMENTS[format.value_dtype],
-        "NAN_CODE": format.nan_code,
         "BLOCK": format.block,
         "RECIPROCAL": format.reciprocal_of_largest,
     }
@@ -74,7 +73,7 @@ def e2m1_codes(v):
 
 @triton.jit
 def value_codes(v, ELEMENT: tl.constexpr):
-    """Codes (uint8) of FP32 values that are at most the largest of the format, but for NaN in e2m1."""
+    """Codes (uint8) of FP32 values that are at most the largest of the format, or NaN."""
     if ELEMENT == "e4m3":
         codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif ELEMENT == "e5m2":
@@ -110,6 +109,19 @@ def block_scales(amax, outer, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr)
 
 
 @triton.jit
+def quantise(
+    blocks, outer, AXIS: tl.constexpr, ELEMENT: tl.constexpr, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr
+):
+    """Codes (uint8) of FP32 values in blocks along AXIS, and of the blocks' scales.
+
+    A block with a NaN or an infinity is multiplied by NaN, so that all its values become the one NaN of the format.
+    """
+    amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=AXIS)
+    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+    return value_codes(blocks * tl.expand_dims(factor, AXIS), ELEMENT), scales
+
+
+@triton.jit
 def outer_scale(amax, EPS: tl.constexpr):
     """The FP32 scale over a row or an expert whose largest magnitude has bits amax; NaN stays, as the one NaN."""
     value = fp32_of(amax)
@@ -136,5 +148,5 @@ def blocked_offset(row, col, num_cols):
 
     Example: (33, 2) -> 22; (128, 4) with 8 columns -> 1536.
     """
-    atom = (row // ATOM_R).to(tl.int64) * (num_cols // ATOM_C) + col // ATOM_C
-    return atom * (ATOM_R * ATOM_C) + row % 32 * 16 + row % ATOM_R // 32 * 4 + col % ATOM_C
+    atom = tl.cast(row >> 7, tl.int64) * (num_cols // ATOM_C) + (col >> 2)
+    return atom * (ATOM_R * ATOM_C) + (row & 31) * 16 + (row >> 5 & 3) * 4 + (col & 3)

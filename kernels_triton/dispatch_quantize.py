@@ -7,7 +7,8 @@ with x the row that dispatch would place there, zeros where it would place zeros
 dispatch_quantize pulls x from the peers' `tokens` and `scores`, after the wait on PUBLISHED and under dispatch's order;
 quantize_received reads a window of columns that dispatch has put at local rows. Both write local memory only.
 
-Grid: persistent over items, an item being a block of 32 rows, which lies in one expert, by a chunk of columns.
+Grid: persistent, programs of one warp over items, an item being a block of 32 rows, which lies in one expert, by a few
+chunks of as many columns as an atom of scales is wide, and high.
 """
 
 import functools
@@ -18,107 +19,88 @@ import triton.language as tl
 
 from dist_moe import formats
 from dist_moe.quantized import Bundle, check_producer, check_staged
-from dist_moe.shapes import next_power_of_2
 
-from ._device import delay
+from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
-from ._rows import RowTile, num_parts, peer_pointers, row_grid, spread
+from ._rows import RowTile, num_parts, peer_pointers, spread
 from ._scaled import (
     ATOM_C,
-    ATOM_R,
-    INFINITY,
-    MAGNITUDE,
-    bits_of,
-    block_scales,
     blocked_offset,
     format_options,
     pack_pairs,
-    value_codes,
+    quantise,
 )
 from .dispatch import NEGATIVE_ZERO
+
+CHUNKS = 4  # of a turn: its slots, sources and scores are read once for so many
 
 
 @functools.cache
 def pick_tile(format: formats.Format, width: int) -> RowTile:
-    """32 KB in flight a program, the most that its registers hold: e2m1, made by comparisons, takes more, so 16 KB."""
-    chunk = 512 if format.values_per_byte == 1 else 256
-    return RowTile(rows=format.block, block_d=min(max(next_power_of_2(width), formats.SCALE_ATOM[0]), chunk))
+    """A warp by itself: its thread has 16 columns of 8 rows, so that a block of either orientation is in few lanes, and
+    nothing waits for other warps. 8 KB are in flight for each. e2m1, made by comparisons, has no columns and takes more
+    registers: eight warps."""
+    warps, programs = (1, 8) if format.values_per_byte == 1 else (8, 2)
+    return RowTile(format.block, formats.SCALE_ATOM[0], num_warps=warps, programs_per_sm=programs)
 
 
 @triton.jit
 def _put_rows(
     v,  # [BLOCK, BLOCK_D] fp32, zeros in columns from `width` on, so that their scales are 0
-    block,
-    chunk,
+    block,  # i64, as in the others
+    col,  # of the bundle, a multiple of BLOCK_D
     real,
-    first,
-    width,
+    end,
     D,
-    values_ptr,
-    start_ptr,
+    values_ptr,  # of the call
     scales_ptr,
-    scales_start_ptr,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Real rows of a chunk into a bundle of rows."""
-    NUM_SCALES: tl.constexpr = BLOCK_D // BLOCK
+    """Real rows of a chunk into a bundle of rows; a chunk is as wide as an atom."""
     BYTES: tl.constexpr = BLOCK_D // VALUES_PER_BYTE
-    ATOM_D: tl.constexpr = ATOM_C * BLOCK  # columns of values of an atom
-    blocks = tl.reshape(v, (BLOCK, NUM_SCALES, BLOCK))
-    amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
-    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-    codes = value_codes(blocks * factor[:, :, None], ELEMENT)
-    codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    blocks = tl.reshape(v, (BLOCK, ATOM_C, BLOCK))
+    codes, scales = quantise(blocks, 1.0, 2, ELEMENT, RECIPROCAL, False)
     codes = tl.reshape(codes, (BLOCK, BLOCK_D))
     if VALUES_PER_BYTE == 2:
         codes = pack_pairs(codes, BLOCK, BLOCK_D)
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    byte = chunk * BYTES + tl.arange(0, BYTES)
-    value_ptrs = values_ptr + (tl.load(start_ptr) + row) * (D // VALUES_PER_BYTE) + first // VALUES_PER_BYTE
-    mask = real[:, None] & (byte < width // VALUES_PER_BYTE)[None, :]
-    tl.store(value_ptrs[:, None] + byte[None, :], codes, mask=mask)
-    s = first // BLOCK + chunk * NUM_SCALES + tl.arange(0, NUM_SCALES)
-    offsets = blocked_offset(row[:, None], s[None, :], tl.cdiv(D, ATOM_D) * ATOM_C)
-    mask = real[:, None] & (s < tl.cdiv(first + width, ATOM_D) * ATOM_C)[None, :]
-    tl.store(scales_ptr + tl.load(scales_start_ptr) + offsets, scales, mask=mask)
+    row = tl.arange(0, BLOCK)[:, None]
+    byte = tl.arange(0, BYTES)[None, :]
+    width = D // VALUES_PER_BYTE
+    values_ptr += block * BLOCK * width + col // VALUES_PER_BYTE
+    mask = real[:, None] & (col // VALUES_PER_BYTE + byte < end // VALUES_PER_BYTE)
+    tl.store(values_ptr + (row * width + byte), codes, mask=mask)
+    scales_ptr += blocked_offset(block * BLOCK, col // BLOCK, tl.cdiv(D, BLOCK_D) * ATOM_C)
+    scale_ptrs = tl.multiple_of(scales_ptr, ATOM_C) + (row * 16 + tl.arange(0, ATOM_C)[None, :])
+    tl.store(scale_ptrs, scales, mask=real[:, None])
 
 
 @triton.jit
 def _put_columns(
     v,  # [BLOCK, BLOCK_D] fp32, zeros in rows of padding and in columns from `width` on
     block,
-    chunk,
+    col,
     num_blocks,
-    first,
-    width,
+    end,
     D,
     values_ptr,
-    start_ptr,
     scales_ptr,
-    scales_start_ptr,
     ELEMENT: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A chunk of a block of rows into a bundle of columns."""
-    amax = tl.max(bits_of(v) & MAGNITUDE, axis=0)
-    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-    codes = value_codes(v * factor[None, :], ELEMENT)
-    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    offs_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-    col = first + offs_d
-    value_ptrs = values_ptr + (tl.load(start_ptr) + row) * D
-    tl.store(value_ptrs[:, None] + col[None, :], codes, mask=(offs_d < width)[None, :])
-    offsets = tl.load(scales_start_ptr) + blocked_offset(col, block, num_blocks)
-    tl.store(scales_ptr + offsets, scales, mask=col < tl.cdiv(first + width, ATOM_R) * ATOM_R)
+    """A chunk of a block of rows into a bundle of columns; a chunk is as wide as an atom is high."""
+    codes, scales = quantise(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
+    row = tl.arange(0, BLOCK)[:, None]
+    offs_d = tl.arange(0, BLOCK_D)
+    values_ptr += block * BLOCK * D + col
+    tl.store(values_ptr + (row * D + offs_d[None, :]), codes, mask=(col + offs_d < end)[None, :])
+    scales_ptr += blocked_offset(col, block, num_blocks)
+    tl.store(scales_ptr + (offs_d % 32 * 16 + offs_d // 32 * 4), scales)
 
 
 @launched
@@ -152,12 +134,12 @@ def _dispatch_quantize(
     SCALED: tl.constexpr,  # columns are of score * x
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Turn t is chunk t % chunks of a block of rows; program p takes the turns p, p + programs, ...
+    """Turn t is up to CHUNKS chunks of a block of rows; program p takes the turns p, p + programs, ...
 
     Example (e4m3, W = 1, D = 32, tokens 448 and -960 in all columns, routes of token 1, then 0, to one expert):
     row_to_slot = [1, 0, -1, ...] gives rows of values -240 with scale 129 and 448 with 127, and columns
@@ -173,15 +155,21 @@ def _dispatch_quantize(
         columns_on = tl.load(columns_stop_ptr) == 0
     if not (rows_on or columns_on):
         return
-    num_rows = tl.load(num_rows_ptr)
-    num_blocks = num_rows // BLOCK  # experts begin at multiples of whole atoms
+    if ROWS:
+        rows_values_ptr += tl.load(rows_start_ptr) * (D // VALUES_PER_BYTE)
+        rows_scales_ptr += tl.load(rows_scales_start_ptr)
+    if COLUMNS:
+        columns_values_ptr += tl.load(columns_start_ptr) * D
+        columns_scales_ptr += tl.load(columns_scales_start_ptr)
+    num_blocks = tl.load(num_rows_ptr) // BLOCK  # experts begin at multiples of whole atoms
     num_chunks = tl.cdiv(width, BLOCK_D)
+    num_groups = tl.cdiv(num_chunks, CHUNKS)
     parts = num_parts(num_blocks, sources)
-    num_turns = parts * tl.cdiv(num_blocks, parts) * num_chunks
+    num_turns = parts * tl.cdiv(num_blocks, parts) * num_groups
     for turn in range(tl.program_id(0), num_turns, tl.num_programs(0)):
-        block = spread(turn // num_chunks, num_blocks, parts)
+        block = spread(turn // num_groups, num_blocks, parts).to(tl.int64)
         delay(turn)
-        chunk = turn % num_chunks
+        first_chunk = turn % num_groups * CHUNKS
         if block < num_blocks:
             row = block * BLOCK + tl.arange(0, BLOCK)
             slot = tl.load(row_to_slot_ptr + row)
@@ -193,31 +181,34 @@ def _dispatch_quantize(
                 score = tl.load(score_ptrs, mask=real, other=0.0)
                 token = HALF * T_max + own_slot // K
                 x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * pitch, real, tl.bfloat16, 16)
-                if chunk == 0:
+                if first_chunk == 0:
                     tl.store(row_scores_ptr + row, score, mask=real)
+                used = real
+                if HALF == 0:
+                    used = real & (score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)
             else:
                 x_ptrs = staged_ptr + (tl.load(staged_start_ptr) + row) * pitch
+                used = real
                 if SCALED:
                     score = tl.load(row_scores_ptr + row, mask=real, other=0.0)
-            offs_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-            mask = real[:, None] & (offs_d < width)[None, :]
-            v = tl.load(x_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            if staged_ptr is None and HALF == 0:
-                v = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], v, 0.0)
-            if ROWS and rows_on:
-                _put_rows(
-                    v, block, chunk, real, first, width, D,
-                    rows_values_ptr, rows_start_ptr, rows_scales_ptr, rows_scales_start_ptr,
-                    ELEMENT, VALUES_PER_BYTE, NAN_CODE, BLOCK, RECIPROCAL, BLOCK_D,
-                )  # fmt: skip
-            if COLUMNS and columns_on:
-                if SCALED:
-                    v = v * score[:, None]
-                _put_columns(
-                    v, block, chunk, num_blocks, first, width, D,
-                    columns_values_ptr, columns_start_ptr, columns_scales_ptr, columns_scales_start_ptr,
-                    ELEMENT, NAN_CODE, BLOCK, RECIPROCAL, BLOCK_D,
-                )  # fmt: skip
+            for chunk in range(first_chunk, min(first_chunk + CHUNKS, num_chunks)):
+                offs_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+                mask = used[:, None] & (offs_d < width)[None, :]
+                v = tl.load(x_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+                col = first + chunk * BLOCK_D
+                end = first + width
+                if ROWS and rows_on:
+                    _put_rows(
+                        v, block, col, real, end, D, rows_values_ptr, rows_scales_ptr,
+                        ELEMENT, VALUES_PER_BYTE, BLOCK, RECIPROCAL, BLOCK_D,
+                    )  # fmt: skip
+                if COLUMNS and columns_on:
+                    if SCALED:
+                        v = v * score[:, None]
+                    _put_columns(
+                        v, block, col, num_blocks, end, D, columns_values_ptr, columns_scales_ptr,
+                        ELEMENT, BLOCK, RECIPROCAL, BLOCK_D,
+                    )  # fmt: skip
 
 
 def _parts(bundle: Bundle | None, stop_1) -> tuple:
@@ -228,12 +219,17 @@ def _parts(bundle: Bundle | None, stop_1) -> tuple:
     return values, bundle.start_1, scales, bundle.scales_start_1, stop_1
 
 
+def _grid(device: torch.device, tile: RowTile, num_sms: int | None) -> tuple[int]:
+    """Persistent, as many programs as all the SMs hold, or as num_sms of them do."""
+    return (num_programs(device, num_sms) * (1 if is_interpreting() else tile.programs_per_sm),)
+
+
 def _launch(source, plan, row_scores_R, outputs, sizes, *, half, K, format, scaled_columns, num_sms):
     tile = pick_tile(format, sizes[-2])
-    _dispatch_quantize[row_grid(plan.row_to_slot_R.device, tile, num_sms)](
+    _dispatch_quantize[_grid(plan.row_to_slot_R.device, tile, num_sms)](
         *source, plan.row_to_slot_R, plan.row_start_P[-1:], row_scores_R, *outputs, *sizes,
         HALF=half, K=K, SCALED=scaled_columns, VALUES_PER_BYTE=format.values_per_byte, **format_options(format),
-        BLOCK_D=tile.block_d, enable_fp_fusion=False, **tile.options,
+        BLOCK_D=tile.block_d, CHUNKS=CHUNKS, enable_fp_fusion=False, **tile.options,
     )  # fmt: skip
 
 

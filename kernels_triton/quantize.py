@@ -27,7 +27,6 @@ from ._launch import launched
 from ._scaled import (
     ATOM_C,
     ATOM_R,
-    INFINITY,
     MAGNITUDE,
     bits_of,
     block_scales,
@@ -36,6 +35,7 @@ from ._scaled import (
     one_nan,
     outer_scale,
     pack_pairs,
+    quantise,
     value_codes,
 )
 
@@ -62,7 +62,7 @@ def pick_config(op: str, width: int = 0) -> Config:
     """Tiles by op; width is that of a row, and 0 where nothing depends on it.
 
     Rows: 4096 elements, 16 a thread, of whole rows as far as they reach. Columns: the rows of an atom's four scale
-    columns by 64 columns. Weights: an atom of scales in both orientations is a tile of 128 x 128. Not tuned yet.
+    columns by 64 columns. Weights: half an atom of row scales, 64 elements a thread and no wait for more warps.
     """
     if op == "quantize_rows":
         block_c = min(max(next_power_of_2(width), 128), 1024)
@@ -70,7 +70,7 @@ def pick_config(op: str, width: int = 0) -> Config:
     if op == "quantize_columns":
         return Config(block_r=128, block_c=64, num_warps=8)
     assert op == "quantize_weights", op
-    return Config(block_r=128, block_c=128, num_warps=16)
+    return Config(block_r=64, block_c=128, num_warps=4)
 
 
 @triton.jit
@@ -113,7 +113,6 @@ def _quantize_rows(
     outer_stride,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
@@ -170,11 +169,7 @@ def _quantize_rows(
             mask = (rows < real_end)[:, None] & (cols < C)[None, :]
             x = tl.load(row_ptrs[:, None] + cols.to(tl.int64)[None, :] * x_stride_c, mask=mask, other=0.0)
             blocks = tl.reshape(x.to(tl.float32), (BLOCK_R, NUM_SCALES, BLOCK))
-            amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
-            scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-            codes = value_codes(blocks * factor[:, :, None], ELEMENT)
-            if not TWO_LEVEL:
-                codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+            codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
             codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
             if VALUES_PER_BYTE == 2:
                 codes = pack_pairs(codes, BLOCK_R, BLOCK_C)
@@ -211,7 +206,6 @@ def _quantize_columns(
     values_stride,
     scales_stride,
     ELEMENT: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     BLOCKED: tl.constexpr,
@@ -244,10 +238,7 @@ def _quantize_columns(
             other=0.0,
         )
         blocks = tl.reshape(x.to(tl.float32), (NUM_SCALES, BLOCK, BLOCK_C))
-        amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=1)
-        scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-        codes = value_codes(blocks * factor[:, None, :], ELEMENT)
-        codes = tl.where((amax >= INFINITY)[:, None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+        codes, scales = quantise(blocks, 1.0, 1, ELEMENT, RECIPROCAL, False)
         codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
         tl.store(values_ptr + rows_64 * values_stride + cols[None, :], codes, mask=(rows < rows_end)[:, None] & mask_c)
         s = first_row // BLOCK + tl.arange(0, NUM_SCALES)
@@ -306,7 +297,6 @@ def _quantize_weights(
     stride_k,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
@@ -315,7 +305,7 @@ def _quantize_weights(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Grid (tiles of BLOCK_R x BLOCK_C of an expert, experts): tiles of 128 x 128 fill whole atoms.
+    """Grid (tiles of BLOCK_R x BLOCK_C of an expert, experts): the tiles of an expert fill whole atoms.
 
     Example (square, one block of 32 x 32 with amax 960): scale 129 is byte 16 * (i % 32) of either atom for the 32 rows
     of fprop and the 32 of dgrad; all other bytes are 0.
@@ -349,7 +339,6 @@ def _quantize_weights(
         amax = tl.max(tl.max(bits_of(blocks) & MAGNITUDE, axis=3), axis=1)
         scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
         codes = value_codes(blocks * factor[:, None, :, None], ELEMENT)
-        codes = tl.where((amax >= INFINITY)[:, None, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
         # A block is zeros where N or K ends, so its scale is 0, as padding is.
         t = first_n // BLOCK + tl.arange(0, NUM_N)
         padded_K = tl.cdiv(K, ATOM_R) * ATOM_R
@@ -364,11 +353,7 @@ def _quantize_weights(
         scales = tl.reshape(tl.broadcast_to(tl.expand_dims(scales, 1), (NUM_N, BLOCK, NUM_K)), (BLOCK_R, NUM_K))
     else:
         blocks = tl.reshape(w, (BLOCK_R, NUM_K, BLOCK))
-        amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
-        scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-        codes = value_codes(blocks * factor[:, :, None], ELEMENT)
-        if not TWO_LEVEL:
-            codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+        codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
         inside = (n < N)[:, None] & (s < S)[None, :]
         scales = tl.where(inside, scales.to(tl.int32), PADDING_SCALE).to(tl.uint8)
     tl.store(
@@ -533,7 +518,8 @@ def quantize_weights(w_GNK, *, format, square=False, out=None, config=None) -> Q
     if w_GNK.numel() == 0:
         return out
     config = config or pick_config("quantize_weights")
-    grid = (cdiv(N, config.block_r) * cdiv(K, config.block_c), G)
+    atoms = align(N, formats.SCALE_ATOM[0]), align(K, formats.SCALE_ATOM[0])
+    grid = (cdiv(atoms[0], config.block_r) * cdiv(atoms[1], config.block_c), G)
     sizes = (N, K, *w_GNK.stride())
     amax_G = None
     if format.two_level:

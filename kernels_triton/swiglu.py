@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import delay, num_programs
+from ._device import delay, num_programs, reciprocal
 from ._launch import launched
 
 
@@ -44,7 +44,7 @@ def pick_config(kind: str) -> Config:
 @triton.jit
 def _sigmoid(v, FAST_MATH: tl.constexpr):
     below = 1.0 + tl.exp(-v)
-    return tl.fdiv(1.0, below) if FAST_MATH else tl.div_rn(1.0, below)
+    return tl.fdiv(1.0, below) if FAST_MATH else reciprocal(below)
 
 
 @triton.jit

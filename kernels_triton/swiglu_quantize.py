@@ -27,7 +27,6 @@ from ._launch import launched
 from ._scaled import (
     ATOM_C,
     ATOM_R,
-    INFINITY,
     MAGNITUDE,
     bits_of,
     block_scales,
@@ -36,36 +35,37 @@ from ._scaled import (
     one_nan,
     outer_scale,
     pack_pairs,
+    quantise,
     value_codes,
 )
 from .swiglu import gate_up, gate_up_grads
 
 PADDING_SCALE = tl.constexpr(formats.PADDING_SCALE)
-
-PROGRAMS_PER_SM = 2
+GROUP = tl.constexpr(8)  # consecutive columns of a thread in a block that is quantised both ways
 
 
 @dataclass(frozen=True)
 class Config:
     block_r: int  # rows of a tile; divides 128
-    block_f: int  # columns of a tile, per half of h1; a multiple of the 128 of an atom of row scales but in backward
+    block_f: int  # columns of a tile, per half of h1; in forward a multiple of the 128 of an atom of row scales
     num_warps: int = 8
+    programs_per_sm: int = 2
 
     @property
     def options(self) -> dict:
-        """Of the compiler. Products are rounded before they are added, and ptxas may use the registers of half an SM
-        rather than spill around the calls of exact division."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 128}
+        """Of the compiler. Products are rounded before they are added, and ptxas may use all the registers that a
+        program's share of an SM has, rather than spill."""
+        registers = min(65536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8, 255)
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": registers}
 
 
-# All of it moves memory; a thread has 16 elements of a tile, so an SM's two programs read 32 KiB (forward) and 24 KiB
-# (backward) at a time. Forward: a row of a tile is a warp's 16-byte loads. Two-level formats read whole rows twice and
-# serve inference, where an expert may have few rows: short tiles spread them. Backward: the 32 rows of a block of
-# columns, and as many columns as three quantised matrices leave registers for.
+# Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Two-level formats read whole rows
+# twice and serve inference, where an expert may have few rows: short tiles spread them. Backward: three quantised
+# matrices leave registers for 16 elements a thread.
 CONFIGS = {
-    "rows": Config(block_r=16, block_f=256),
+    "rows": Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8),
     "rows_two_level": Config(block_r=8, block_f=512),
-    "backward": Config(block_r=32, block_f=64),
+    "backward": Config(block_r=32, block_f=32, num_warps=2, programs_per_sm=4),
 }
 
 
@@ -90,7 +90,6 @@ def _put_rows(
     padded_S,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
@@ -102,11 +101,7 @@ def _put_rows(
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, (R, C // BLOCK, BLOCK))
-    amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=2)
-    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-    codes = value_codes(blocks * factor[:, :, None], ELEMENT)
-    if not TWO_LEVEL:
-        codes = tl.where((amax >= INFINITY)[:, :, None], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
+    codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
     codes = tl.reshape(codes, (R, C))
     if VALUES_PER_BYTE == 2:
         codes = pack_pairs(codes, R, C)
@@ -137,30 +132,55 @@ def _fill_row_atoms(first_row, real, S, padded_S, scales_ptr):
 
 
 @triton.jit
-def _put_columns(
-    x,  # fp32 [BLOCK, columns], columns col, col + 1, ...
+def _put_block_by_rows(
+    x,  # fp32 [groups of columns, rows, columns of a group], a block of either orientation
+    first_row,  # i64
+    real,
+    col,
+    values_ptr,  # of row 0
+    values_stride,
+    scales_ptr,
+    padded_S,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+):
+    """Quantise and store the real rows of a block, a scale a row; one-byte formats."""
+    amax = tl.max(tl.max(bits_of(x) & MAGNITUDE, axis=2), axis=0)
+    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    codes = value_codes(x * factor[None, :, None], ELEMENT)
+    values_ptr += first_row * values_stride + col
+    tl.store(values_ptr + _block_offsets(x, values_stride), codes, mask=real[None, :, None])
+    scales_ptr += blocked_offset(first_row, col // BLOCK, padded_S)
+    tl.store(scales_ptr + 16 * tl.arange(0, BLOCK), scales, mask=real)
+
+
+@triton.jit
+def _put_block_by_columns(
+    x,  # fp32 [groups of columns, rows, columns of a group], a block of either orientation
     block,  # of rows, i64
     col,
-    end,  # of the columns that x may fill
     values_ptr,  # of row 0
     values_stride,
     scales_ptr,
     num_blocks,
     ELEMENT: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
 ):
-    """Quantise and store a tile that is one block high, one-byte formats."""
-    row = tl.arange(0, BLOCK)[:, None]
-    cols = col + tl.arange(0, x.shape[1])
-    amax = tl.max(bits_of(x) & MAGNITUDE, axis=0)
-    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-    codes = value_codes(x * factor[None, :], ELEMENT)
-    codes = tl.where((amax >= INFINITY)[None, :], NAN_CODE, codes.to(tl.int32)).to(tl.uint8)
-    values_ptr += block * BLOCK * values_stride
-    tl.store(values_ptr + (row * values_stride + cols[None, :]), codes, mask=(cols < end)[None, :])
-    tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), scales, mask=cols < end)
+    """Quantise and store a block, a scale a column; one-byte formats."""
+    codes, scales = quantise(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
+    values_ptr += block * BLOCK * values_stride + col
+    tl.store(values_ptr + _block_offsets(x, values_stride), codes)
+    scales_ptr += blocked_offset(col, block, num_blocks)
+    tl.store(scales_ptr + 16 * tl.arange(0, BLOCK), tl.reshape(scales, (BLOCK,)))
+
+
+@triton.jit
+def _block_offsets(x, stride):
+    """Offsets of the elements of a block in a matrix whose rows are stride apart."""
+    groups = tl.arange(0, x.shape[0])[:, None, None] * x.shape[2]
+    return tl.arange(0, x.shape[1])[None, :, None] * stride + groups + tl.arange(0, x.shape[2])[None, None, :]
 
 
 @triton.jit
@@ -216,7 +236,6 @@ def _swiglu_quantize(
     limit,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
@@ -281,7 +300,6 @@ def _swiglu_quantize(
                     padded_S,
                     ELEMENT,
                     VALUES_PER_BYTE,
-                    NAN_CODE,
                     BLOCK,
                     RECIPROCAL,
                     TWO_LEVEL,
@@ -335,15 +353,14 @@ def _swiglu_backward_quantize(
     alpha,
     limit,
     ELEMENT: tl.constexpr,
-    NAN_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     CLAMPED: tl.constexpr,
     FAST_MATH: tl.constexpr,
-    BLOCK_F: tl.constexpr,
 ):
-    """Program p takes row blocks p, p + programs, ..., of BLOCK whole rows: those of a block of columns, and a score
-    gradient is a sum in a fixed order, over the columns of a chunk, then over the chunks.
+    """Program p takes row blocks p, p + programs, ..., of BLOCK whole rows, in tiles of BLOCK columns: each is a block
+    of either orientation, held as [groups, rows, GROUP columns] so that the lanes of a warp spread over both. A score
+    gradient is a sum in a fixed order, over the columns of a group, then tiles, then groups.
 
     Rows of padding count as zeros: their loads are masked.
     Example (e4m3, one real row): gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, h2 60, whose blocks have the
@@ -368,71 +385,38 @@ def _swiglu_backward_quantize(
         block = tl.cast(block, tl.int64)
         first_row = block * BLOCK
         rows = first_row + tl.arange(0, BLOCK)
-        row = tl.arange(0, BLOCK)[:, None]
         real = tl.load(row_to_slot_ptr + rows) >= 0
-        score = tl.load(score_ptr + rows, mask=real, other=0.0)[:, None]
-        score_grad_R = tl.zeros((BLOCK,), tl.float32)
-        for col in range(0, F, BLOCK_F):
-            cols = col + tl.arange(0, BLOCK_F)[None, :]
-            mask = real[:, None] & (cols < F)
-            gate_ptrs = h1_ptr + first_row * 2 * F + (row * 2 * F + cols)
-            raw_gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-            raw_up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
-            g2 = tl.load(g2_ptr + first_row * F + (row * F + cols), mask=mask, other=0.0).to(tl.float32)
+        score = tl.load(score_ptr + rows, mask=real, other=0.0)
+        sums = tl.zeros((BLOCK // GROUP, BLOCK), tl.float32)
+        tile = tl.zeros((BLOCK // GROUP, BLOCK, GROUP), tl.int8)
+        for col in range(0, F, BLOCK):
+            gate_ptrs = h1_ptr + (first_row * 2 * F + col) + _block_offsets(tile, 2 * F)
+            g2_ptrs = g2_ptr + (first_row * F + col) + _block_offsets(tile, F)
+            raw_gate = tl.load(gate_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
+            raw_up = tl.load(gate_ptrs + F, mask=real[None, :, None], other=0.0).to(tl.float32)
+            g2 = tl.load(g2_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
             gate, up, sig = gate_up(raw_gate, raw_up, alpha, limit, CLAMPED, FAST_MATH)
             h2 = gate * sig * up
-            score_grad_R += tl.sum(g2 * h2, axis=1)
-            d_gate, d_up = gate_up_grads(score * g2, raw_gate, raw_up, gate, up, sig, alpha, limit, CLAMPED)
+            sums += tl.sum(g2 * h2, axis=2)
+            d_h2 = score[None, :, None] * g2
+            d_gate, d_up = gate_up_grads(d_h2, raw_gate, raw_up, gate, up, sig, alpha, limit, CLAMPED)
             if h2_columns_ptr is not None:
-                _put_columns(
-                    h2,
-                    block,
-                    col,
-                    F,
-                    h2_columns_ptr,
-                    F,
-                    h2_column_scales_ptr,
-                    num_blocks,
-                    ELEMENT,
-                    NAN_CODE,
-                    BLOCK,
-                    RECIPROCAL,
+                _put_block_by_columns(
+                    h2, block, col, h2_columns_ptr, F, h2_column_scales_ptr, num_blocks, ELEMENT, BLOCK, RECIPROCAL
                 )
             for half in tl.static_range(2):
                 d_half = d_up if half else d_gate
-                _put_rows(
-                    d_half,
-                    first_row,
-                    real,
-                    half * F + col,
-                    half * F + F,
-                    1.0,
-                    g1_rows_ptr,
-                    2 * F,
-                    g1_row_scales_ptr,
-                    padded_S,
-                    ELEMENT,
-                    1,
-                    NAN_CODE,
-                    BLOCK,
-                    RECIPROCAL,
-                    False,
-                )
+                at = half * F + col
+                _put_block_by_rows(
+                    d_half, first_row, real, at, g1_rows_ptr, 2 * F, g1_row_scales_ptr, padded_S,
+                    ELEMENT, BLOCK, RECIPROCAL,
+                )  # fmt: skip
                 if g1_columns_ptr is not None:
-                    _put_columns(
-                        d_half,
-                        block,
-                        half * F + col,
-                        half * F + F,
-                        g1_columns_ptr,
-                        2 * F,
-                        g1_column_scales_ptr,
-                        num_blocks,
-                        ELEMENT,
-                        NAN_CODE,
-                        BLOCK,
-                        RECIPROCAL,
-                    )
+                    _put_block_by_columns(
+                        d_half, block, at, g1_columns_ptr, 2 * F, g1_column_scales_ptr, num_blocks,
+                        ELEMENT, BLOCK, RECIPROCAL,
+                    )  # fmt: skip
+        score_grad_R = tl.sum(sums, axis=0)
         tl.store(score_grad_ptr + rows, score_grad_R, mask=real)
         _fill_row_atoms(first_row, real, 2 * F // BLOCK, padded_S, g1_row_scales_ptr)
         if g1_columns_ptr is not None:
@@ -444,10 +428,9 @@ def _swiglu_backward_quantize(
 # ---- launchers -----------------------------------------------------------------------------------------------------
 
 
-def _grid(device: torch.device, num_sms: int | None) -> tuple[int]:
-    """Persistent; a limit on SMs holds for programs."""
-    per_sm = 1 if num_sms is not None or is_interpreting() else PROGRAMS_PER_SM
-    return (num_programs(device, num_sms) * per_sm,)
+def _grid(device: torch.device, config: Config, num_sms: int | None) -> tuple[int]:
+    """Persistent, as many programs as all the SMs hold, or as num_sms of them do."""
+    return (num_programs(device, num_sms) * (1 if is_interpreting() else config.programs_per_sm),)
 
 
 def _places(bundle: Bundle | None) -> tuple[Tensor | None, ...]:
@@ -477,14 +460,14 @@ def swiglu_quantize(
              row_start_P: int32 [L + 1], device; the last word counts the rows with padding, and experts begin at
              multiples of 128.  row_to_slot_R: int32, device; of rows of padding, which are -1 and come last in an
              expert, nothing is read or written.  format: any.  fast_math: the sigmoid divides approximately.
-             stop_1: nothing is touched when it is not 0.  num_sms: at most that many programs.  config: other than
-             pick_config's.
+             stop_1: nothing is touched when it is not 0.  num_sms: no more programs than so many SMs hold.
+             config: other than pick_config's.
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference_swiglu.swiglu_quantize; equal to it but for the last bit of exp.
     """
     F = check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows)
     config = config or pick_config("rows_two_level" if format.two_level else "rows")
-    _swiglu_quantize[_grid(h1_X2F.device, num_sms)](
+    _swiglu_quantize[_grid(h1_X2F.device, config, num_sms)](
         h1_X2F,
         h1_start_1,
         *_places(rows),
@@ -539,8 +522,8 @@ def swiglu_backward_quantize(
     bundles = (g1_rows, g1_columns, h2_columns)
     F = check_swiglu_backward_quantize("swiglu_backward_quantize", h1_X2F, g2_XF, format, *bundles)
     config = config or pick_config("backward")
-    assert config.block_r == format.block, "a program's rows are those of a block of columns"
-    _swiglu_backward_quantize[_grid(h1_X2F.device, num_sms)](
+    assert config.block_r == config.block_f == format.block, "a tile is a block of rows and of columns"
+    _swiglu_backward_quantize[_grid(h1_X2F.device, config, num_sms)](
         h1_X2F,
         h1_start_1,
         g2_XF,
@@ -557,6 +540,5 @@ def swiglu_backward_quantize(
         **format_options(format),
         CLAMPED=activation.clamped,
         FAST_MATH=fast_math,
-        BLOCK_F=config.block_f,
         **config.options,
     )

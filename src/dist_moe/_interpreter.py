@@ -100,11 +100,11 @@ def decode(bits: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def encode(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Raw bits of the values in bf16 or fp8: round to nearest even, fp8 saturating, NaN kept."""
+    """Raw bits of the values in bf16 or fp8: round to nearest even, fp8 saturating, NaN kept, in fp8 without sign."""
     torch_dtype, raw_dtype, largest = _RAW[dtype]
     t = torch.from_numpy(np.require(values, np.float32, "CW"))
     if largest is not None:
-        t = t.clamp(-largest, largest)
+        t = torch.where(t.isnan(), torch.nan, t.clamp(-largest, largest))
     bits = t.to(torch_dtype).view(torch.uint8 if raw_dtype is np.uint8 else torch.uint16)
     return bits.numpy().reshape(np.shape(values))
 

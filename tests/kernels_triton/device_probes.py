@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dist_moe.kernels_triton._device import clock_ns, poll, store_release
+from dist_moe.kernels_triton._device import clock_ns, poll, reciprocal, store_release
 
 
 @triton.jit
@@ -33,3 +33,9 @@ def _copy_then_release(x_ptr, out_ptr, flag_ptr, value, N: tl.constexpr):
 def _read_clock(out_ptr, N: tl.constexpr):
     for i in tl.static_range(N):
         tl.store(out_ptr + i, clock_ns())
+
+
+@triton.jit
+def _reciprocals(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out_ptr + i, reciprocal(tl.load(x_ptr + i)))

@@ -57,6 +57,15 @@ def test_the_clock_counts_nanoseconds(device):
     assert first[0] <= first[1] and 0.04e9 < elapsed < 60e9
 
 
+def test_reciprocal_is_rounded_as_the_division(device):
+    """Also where the result is subnormal, and of infinity."""
+    x = torch.cat([1 + torch.rand(4096), torch.exp(torch.rand(4000) * 88), torch.full((96,), 3e38)])
+    x[-1] = float("inf")
+    out = torch.empty(len(x), device=device)
+    probes._reciprocals[(8,)](x.to(device), out, 1024)
+    assert torch.equal(out.cpu(), 1 / x)
+
+
 def test_num_programs(device):
     available = _device.num_programs(device)
     if _device.is_interpreting():

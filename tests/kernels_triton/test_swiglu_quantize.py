@@ -230,7 +230,7 @@ def test_any_size(device, rows, blocks, clamped, format):
     activation, problem = CLAMPED if clamped else PLAIN, Problem((rows,), 32 * blocks, device)
     assert_forward_bits(problem, activation, format, config=Config(32, 128))
     if format.values_per_byte == 1:
-        assert_backward_bits(problem, activation, format, config=Config(32, 128))
+        assert_backward_bits(problem, activation, format, config=Config(32, 32, 2))
 
 
 @EACH_FORMAT
@@ -254,7 +254,7 @@ def test_equal_bits_for_any_tile_and_number_of_programs(format, device):
         first = problem.backward(kernels.swiglu_backward_quantize, PLAIN, format)
         other_tile, one_program = (
             problem.backward(kernels.swiglu_backward_quantize, PLAIN, format, **more)
-            for more in ({"config": Config(32, 128, 4)}, {"num_sms": 1})
+            for more in ({"config": Config(32, 32, 4)}, {"num_sms": 1})
         )
         for a, b, c in zip(first[:3], other_tile, one_program, strict=False):
             assert_same_bits(b, a)

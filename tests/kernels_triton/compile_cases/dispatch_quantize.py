@@ -4,7 +4,7 @@ from tests.compile_check import Case
 
 from dist_moe.formats import MXFP4, MXFP8_E4M3
 from dist_moe.kernels_triton._scaled import format_options
-from dist_moe.kernels_triton.dispatch_quantize import pick_tile
+from dist_moe.kernels_triton.dispatch_quantize import CHUNKS, pick_tile
 
 CONVERSIONS = {MXFP8_E4M3: ("cvt.rn.satfinite.e4m3x2.f32",)}
 PULLED = {"tokens_table_ptr": "*i64", "scores_table_ptr": "*i64"}
@@ -38,6 +38,7 @@ def case(format, outputs: tuple[str, ...], half: int | None, scaled: bool, D: in
             "VALUES_PER_BYTE": format.values_per_byte,
             **format_options(format),
             "BLOCK_D": tile.block_d,
+            "CHUNKS": CHUNKS,
         },
         name=f"{format.name} {' and '.join(outputs)} {source}{' scaled' if scaled else ''} D {D}",
         num_warps=tile.num_warps,

@@ -30,7 +30,7 @@ CASES = tuple(
         num_warps=CONFIGS[kind].num_warps,
         aligned=("F",),
         unaligned=("h1_start_ptr", "h2_start_ptr", "g2_start_ptr", "num_rows_ptr", "stop_ptr"),
-        expect=("ld.global.v4.b32", "st.global.v4.b32", "div.rn.f32"),
+        expect=("ld.global.v4.b32", "st.global.v4.b32", "rcp.rn.f32"),
         options={"enable_fp_fusion": False},
         forbid=("ld.global.b16", "st.global.b16", "fma.rn.f32"),
     )
