@@ -126,7 +126,7 @@ def allowed_excess(c: Config, figures: dict[str, int | float]) -> dict[str, int]
         if not c.inference:
             scratch += rows // 32 * sum(up(width) - width for width in (D, D, F, 2 * F))
         else:
-            scratch += (rows + 1) * max(0, up(2 * min(128, D)) - 4 * F)  # h3 over h1, of which 128 columns are the least
+            scratch += (rows + 1) * max(0, up(2 * min(128, D)) - 4 * F)  # h3 over h1, at least 128 columns
     slot = 0 if c.inference else c.max_moe_layers_per_activation_slot * layer
     chosen = 0
     if c.activation_slot_capacity_factor is not None:

@@ -12,7 +12,15 @@ import pytest
 from tests.rank_calls import as_torchrun_does
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-DISTRIBUTED = ("train_step", "evaluate", "inference", "several_layers", "reopen")
+DISTRIBUTED = (
+    "train_step",
+    "mxfp8_training",
+    "evaluate",
+    "inference",
+    "block_scaled_inference",
+    "several_layers",
+    "reopen",
+)
 
 
 def run(*command: str) -> str:

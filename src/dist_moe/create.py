@@ -17,7 +17,16 @@ from . import errors, moe, shapes, vmm
 from .config import Config, as_bool, as_float, config_hash
 from .context import BUILD, Context, live
 from .formats import by_name
-from .planner import MemoryPlan, dedup, output_columns, plan_memory, slot_geometry, stage_columns, symmetric_regions
+from .planner import (
+    MemoryPlan,
+    dedup,
+    output_columns,
+    plan_memory,
+    routed_rows,
+    slot_geometry,
+    stage_columns,
+    symmetric_regions,
+)
 from .registry import default_device, resolve
 from .symm import World
 
@@ -115,7 +124,7 @@ def create_context(
         exchanges=not world.emulated,
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
-        rows_per_expert=shapes.cdiv(plan.total_scratch_capacity_rows, config.num_experts // world.size),
+        rows_per_expert=_rows_per_expert(config, world.size, plan),
         fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
     context = Context(
@@ -131,6 +140,12 @@ def create_context(
     )
     live[name] = context
     return context
+
+
+def _rows_per_expert(config: Config, ep_size: int, plan: MemoryPlan) -> int:
+    """On average, when the scratch is full; without padding, which products do not multiply."""
+    rows = routed_rows(config, ep_size, plan.total_scratch_capacity_factor)
+    return shapes.cdiv(rows, config.num_experts // ep_size)
 
 
 def _check_timeout(peer_timeout_s) -> float:

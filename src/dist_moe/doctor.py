@@ -104,8 +104,8 @@ def examine() -> dict:
         "host_scratch": _host_scratch(),
         "formats": {
             "bf16": "trains and serves",
-            "mxfp8_e4m3": "weights can be prepared; execution is not in this release",
-            "nvfp4": "weights can be prepared; execution is not in this release",
+            "mxfp8_e4m3": "trains and serves",
+            "nvfp4": "serves",
         },
     }
 

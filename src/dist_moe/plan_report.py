@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import planner, reference, registry, shapes
+from . import planner, reference, shapes
 from .config import Config
 from .memory_plan import MemoryPlan, format_bytes
 from .planner import capacity_rows, plan_memory, scratch_bytes, scratch_regions, slot_geometry
@@ -192,7 +192,7 @@ class Report:
 
     def limits(self) -> list[str]:
         """What the plan allows and what happens past it, a sentence each."""
-        plan, config = self.plan, self.config
+        plan = self.plan
         rows = (plan.balanced_recv_rows, plan.device_scratch_capacity_rows, plan.total_scratch_capacity_rows)
         balanced, device, total = (f"{n:,}" for n in rows)
         found = [f"rows of a rank: {balanced} balanced / {device} fit on the device / {total} fit in all"]
@@ -204,8 +204,6 @@ class Report:
         found.append(f"past {total} rows on any rank the call raises RoutingOverflowError on all; no token is dropped")
         if not plan.inference:
             found += self._slot_limits()
-        if reason := registry.not_in_this_release(config):
-            found.append(f"planned only: {reason}")
         return found
 
     def _slot_limits(self) -> list[str]:
@@ -219,10 +217,9 @@ class Report:
         least, chosen, balanced, most = map(format_bytes, sizes)
         found = [f"a slot: {chosen}; the least is {least}"]
         found.append(f"a slot in which nothing is recomputed: {balanced} at balanced routing, {most} at any that fits")
-        if self.config.block_scaled is None:
-            kept = self.layers_kept(self.balanced_rows)
-            held = "balanced routing does not fit in scratch" if kept is None else describe_kept(kept)
-            found.append(f"layers of a slot at balanced routing: {held}")
+        kept = self.layers_kept(self.balanced_rows)
+        held = "balanced routing does not fit in scratch" if kept is None else describe_kept(kept)
+        found.append(f"layers of a slot at balanced routing: {held}")
         return [*found, "past a slot layers keep less and recompute in backward, to the same bits"]
 
     def to_dict(self, skews: Sequence[Skew] = ()) -> dict:

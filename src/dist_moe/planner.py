@@ -52,14 +52,19 @@ def _format(config: Config) -> Format:
     return by_name(config.block_scaled.format)
 
 
-def capacity_rows(config: Config, ep_size: int, factor: float) -> int:
-    """Rows one rank holds at a capacity factor: rounded half up, never more than routing can send to one rank.
+def routed_rows(config: Config, ep_size: int, factor: float) -> int:
+    """Rows one rank may receive at a capacity factor: rounded half up, never more than routing can send to one rank.
 
     An expert appears once in a token, so a rank receives at most min(K, L) rows of each of the W T_max tokens.
-    Block-scaled, every expert's rows are padded to ROW_ALIGNMENT; this is the most that padding can make of them.
     """
     T, K, L = config.num_local_input_tokens, config.top_k, config.num_experts // ep_size
-    rows = min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
+    return min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
+
+
+def capacity_rows(config: Config, ep_size: int, factor: float) -> int:
+    """Rows one rank holds at a capacity factor. Block-scaled, every expert's rows are padded to ROW_ALIGNMENT; this is
+    the most that padding can make of them."""
+    rows, L = routed_rows(config, ep_size, factor), config.num_experts // ep_size
     if config.block_scaled is None:
         return rows
     return (rows + L * (ROW_ALIGNMENT - 1)) // ROW_ALIGNMENT * ROW_ALIGNMENT

@@ -58,21 +58,19 @@ def _bits(x: Tensor) -> Tensor:
 def encode(v: Tensor, format: Format) -> Tensor:
     """Codes (uint8, one a value) of FP32 values: nearest, ties to even, the largest beyond it, NaN to nan_code.
 
-    The significand is cut at the format's last bit: mantissa_bits below the leading one, fewer below the least normal
-    number. A carry out of the mantissa is the next exponent by itself.
+    A number that is normal in the format is cut at the format's last bit; a carry out of the mantissa is the next
+    exponent by itself. Smaller ones are rounded by adding an FP32 number whose last bit is the format's least number.
     Example (E2M1: 0 0.5 1 1.5 2 3 4 6): 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), -7 -> 15 (-6).
     """
     bits = _bits(v)
     magnitude = bits & _MAGNITUDE
-    exponent = magnitude >> 23
-    significand = magnitude & 0x7FFFFF | 0x800000
-    least_normal = format.min_exponent + 127
-    all_kept = 23 - format.mantissa_bits
-    dropped = (all_kept + least_normal - exponent).clamp(all_kept, 25)  # 25: nothing is left
-    half = torch.ones_like(bits) << (dropped - 1)
-    rounded = (significand + half - 1 + (significand >> dropped & 1)) >> dropped
-    codes = ((exponent - least_normal).clamp(min=0) << format.mantissa_bits) + rounded
-    codes = codes.clamp(max=format.largest_code) | (bits >> 31 & 1) << _sign_bit(format)
+    dropped, least_exponent = 23 - format.mantissa_bits, format.min_exponent + 127
+    half = (1 << dropped - 1) - 1 + (magnitude >> dropped & 1)  # one less than half, but of a tie with an odd number
+    normal = (magnitude + half >> dropped) - (least_exponent - 1 << format.mantissa_bits)
+    ruler = torch.tensor(2.0 ** (format.min_exponent + dropped), dtype=torch.float32)
+    small = _bits(v.abs() + ruler) - _bits(ruler)
+    codes = torch.where(magnitude < least_exponent << 23, small, normal)
+    codes = codes.clamp(max=format.largest_code) | bits >> 31 & 1 << _sign_bit(format)
     return torch.where(magnitude > _INFINITY, format.nan_code, codes).to(torch.uint8)
 
 
@@ -98,7 +96,7 @@ def _decode_table(format: Format) -> Tensor:
 
 def decode(codes: Tensor, format: Format) -> Tensor:
     """FP32 values of codes (uint8, one a value)."""
-    return _decode_table(format).to(codes.device)[codes.long()]
+    return _decode_table(format).to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _pack(codes: Tensor, format: Format) -> Tensor:

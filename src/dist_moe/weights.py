@@ -1,7 +1,4 @@
-"""Expert weights quantised once, ahead of the calls that use them.
-
-They can be prepared, refilled, read back and saved; products of block-scaled operands are not in this release.
-"""
+"""Expert weights quantised once, ahead of the calls that use them: prepared, refilled in place, read back, saved."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -166,6 +166,7 @@ def test_explain_prints_what_would_run(run):
         (["plan", *SHAPE, "--skews", "0.5"], "at least 1, got 0.5"),
         (["plan", *SHAPE, "--png", "no/such/folder/plan.png"], "the folder of --png"),
         (["demo", "--ranks", "5"], "--ranks must be 1 to 4, got 5"),
+        (["demo", "--seconds", "0", "--precision", "mxfp8"], "--seconds must be positive"),
         (["demo", "--steps", "1"], "--steps must be at least 2"),
         (["demo", "--seconds", "nan"], "--seconds must be positive"),
         (["demo", "--out", "no/such/folder/picture.png"], "the folder of --out"),
@@ -179,7 +180,13 @@ def test_wrong_values_are_one_line_and_exit_code_2(run, arguments, words):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", *SHAPE, "--tokens", "x"], ["plan", *SHAPE, "--precision", "fp4"], ["demo", "--device", "tpu"], ["no"]],
+    [
+        ["plan", *SHAPE, "--tokens", "x"],
+        ["plan", *SHAPE, "--precision", "fp4"],
+        ["demo", "--device", "tpu"],
+        ["demo", "--precision", "nvfp4"],
+        ["no"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(run, arguments):
     code, _, err = run(*arguments)

@@ -1,6 +1,8 @@
 """The demo: its text, batches and model, its verdict, its processes, and all of it at a small size."""
 
 import dataclasses
+import importlib.util
+import io
 import json
 import math
 import subprocess
@@ -8,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from dist_moe import demo
 from dist_moe.demo import model as demo_model
@@ -32,6 +35,7 @@ def job(tmp_path) -> demo_train.Job:
         seed=0,
         device="cpu",
         backend="reference",
+        precision="bf16",
         folder=str(tmp_path),
     )
 
@@ -135,6 +139,31 @@ def test_training_stops_when_its_time_is_over(job):
     assert len(result["losses"]) == 1
 
 
+def test_the_held_out_text_is_not_trained_on():
+    text, (training, held_out) = demo_model.load_text(), demo_model.split_text()
+    assert torch.equal(torch.cat([training, held_out]), text) and len(held_out) == demo_model.HELD_OUT_BYTES
+
+
+def _in_this_process(target, job, on_message, **_):
+    return [target(0, job, on_message)]
+
+
+def test_training_in_mxfp8_and_serving_what_came_out(job, tmp_path, monkeypatch):
+    job = dataclasses.replace(job, steps=4)
+    monkeypatch.setattr(demo, "run_processes", _in_this_process)
+    monkeypatch.setattr(demo_train, "HELD_OUT_BATCHES", 1)
+    printed, picture = io.StringIO(), tmp_path / "demo.png"
+    options = demo.Options(precision="mxfp8", triton=False, out=picture)
+    results = demo._run(options, job, Console(file=printed))
+    figures = results["mxfp8"]
+    assert results["failures"] == [] and figures["steps"] == job.steps
+    assert figures["last_loss"] != figures["bf16_last_loss"] < results["first_loss"]
+    losses = figures["held_out_losses"]
+    assert list(losses) == ["bf16", "mxfp8", "nvfp4"] and len(set(losses.values())) == 3
+    assert "training on 2 ranks in mxfp8" in printed.getvalue() and "nvfp4" in printed.getvalue()
+    assert not importlib.util.find_spec("matplotlib") or picture.exists()
+
+
 # ---- verdict
 
 
@@ -161,6 +190,29 @@ FALLING = [5.0 * 0.98**step + 1.0 for step in range(150)]
 )
 def test_what_the_demo_accepts(job, losses, oracle, words):
     failures = _verdict(job, losses, oracle)
+    assert len(failures) == len(words) and all(word in failure for word, failure in zip(words, failures, strict=True))
+
+
+MXFP8_HELD_OUT = {"bf16": 2.0, "mxfp8": 2.001, "nvfp4": 2.02}
+
+
+@pytest.mark.parametrize(
+    ("factor", "held_out", "words"),
+    [
+        (1.009, {}, []),
+        (0.991, {"mxfp8": 1.9, "nvfp4": 1.9}, []),
+        (1.011, {}, ["in the last 10 steps the loss in MXFP8 differs by +1.10%"]),
+        (0.989, {}, ["in the last 10 steps the loss in MXFP8 differs by -1.10%"]),
+        (math.nan, {}, ["in the last 10 steps"]),
+        (1.0, {"mxfp8": 2.03, "nvfp4": 2.2}, ["served in mxfp8", "served in nvfp4"]),
+        (1.0, {"nvfp4": math.nan}, ["served in nvfp4"]),
+    ],
+)
+def test_what_the_demo_accepts_of_mxfp8(factor, held_out, words):
+    failures, losses = [], FALLING[:110]  # it may have had time for fewer steps than bf16
+    trained = {"losses": [factor * loss for loss in losses], "seconds_per_step": 0.1}
+    figures = demo._compare_mxfp8(trained, {"losses": FALLING}, MXFP8_HELD_OUT | held_out, failures)
+    assert figures["steps"] == 110 and figures["bf16_last_loss"] == pytest.approx(sum(losses[-10:]) / 10)
     assert len(failures) == len(words) and all(word in failure for word, failure in zip(words, failures, strict=True))
 
 

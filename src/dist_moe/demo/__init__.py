@@ -43,7 +43,7 @@ EDGE_STEPS = 10
 LOSS_MUST_REACH, FROM_STEPS = 2.5, 100  # nats a byte; a shorter run only has to fall
 FIRST_DIFFERENCE, LAST_DIFFERENCE = 0.02, 0.05
 MXFP8_LAST_DIFFERENCE = 0.01  # of the loss in BF16, as all that follow
-HELD_OUT_DIFFERENCE = {"mxfp8": 0.01, "nvfp4": 0.05}
+HELD_OUT_DIFFERENCE = {"mxfp8": 0.01, "nvfp4": 0.02}
 CHECK_ROWS_DB = TOLERANCES["path"].rows_db
 CHECK_GRADIENTS_DB, CHECK_LOSS = 35.0, 0.002
 CHECK_LENGTH = 32  # bytes of a sequence, one a rank: the interpreter is slow
@@ -144,8 +144,8 @@ def _run(options: Options, job: Job, console: Console) -> dict:
     _print_results(job, results, console)
     curves = {"oracle": oracle["losses"], "ranks": trained["losses"]}
     if options.precision == "mxfp8":
-        job = dataclasses.replace(job, name="mxfp8", precision="mxfp8", steps=len(trained["losses"]))
-        in_mxfp8 = _train_beside(job, ("mxfp8", "bf16"), trained["losses"], console)
+        again = dataclasses.replace(job, name="mxfp8", precision="mxfp8", steps=len(trained["losses"]))
+        in_mxfp8 = _train_beside(again, ("mxfp8", "bf16"), trained["losses"], console)
         held_out = run_processes(serve_on_ranks, dataclasses.replace(job, name="service"), lambda message: None)[0]
         results["mxfp8"] = _compare_mxfp8(in_mxfp8, trained, held_out, results["failures"])
         _print_mxfp8(results["mxfp8"], console)
