@@ -154,7 +154,7 @@ def _outlive_the_group(rank, group):
 
 
 def test_memory_outlives_world_and_group_and_goes_with_the_last_region():
-    assert on_ranks(_outlive_the_group) == [0] * 4
+    assert run_ranks(4, _outlive_the_group, interpret=True) == [0] * 4
 
 
 def _allocate_badly(rank, group, how):
