@@ -17,10 +17,15 @@ TYPES = {
     "F": "i32",
     "x_bytes": "i64",
     "total_bytes": "i64",
+    "stage": "i32",
+    "output_columns": "i32",
 }
+BF16 = {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False}
+MXFP8 = {"BLOCK": 32, "PER_BYTE": 1, "OUTER_SCALES": False}
+NVFP4 = {"BLOCK": 16, "PER_BYTE": 2, "OUTER_SCALES": True}
 FORWARD = {
     **TYPES,
-    "row_start_ptr": "*i32",
+    "num_rows_ptr": "*i32",
     "stats_ptr": "*i64",
     "slot": "i32",
     "depth": "i32",
@@ -31,26 +36,36 @@ FORWARD = {
 }
 
 CASES = (
-    Case(
-        "plan_slots:_plan_forward",
-        FORWARD,
-        {"SAVE": True, "TRAINING": True, "BLOCK_W": 64, "BLOCK_L": 512},
-        name="save",
-        num_warps=1,
-        expect=(".cas.b64",),
+    *(
+        Case(
+            "plan_slots:_plan_forward",
+            FORWARD,
+            {"SAVE": True, "TRAINING": True, "BLOCK_W": 64, "BLOCK_L": 512, **how},
+            name=f"save {name}",
+            num_warps=1,
+            expect=(".cas.b64",),
+        )
+        for name, how in (("bf16", BF16), ("mxfp8", MXFP8))
     ),
-    Case(
-        "plan_slots:_plan_forward",
-        FORWARD,
-        {"SAVE": False, "TRAINING": False, "BLOCK_W": 1, "BLOCK_L": 128},
-        name="inference",
-        num_warps=1,
+    *(
+        Case(
+            "plan_slots:_plan_forward",
+            FORWARD,
+            {"SAVE": False, "TRAINING": False, "BLOCK_W": 1, "BLOCK_L": 128, **how},
+            name=f"inference {name}",
+            num_warps=1,
+        )
+        for name, how in (("bf16", BF16), ("nvfp4", NVFP4))
     ),
-    Case(
-        "plan_slots:_plan_backward",
-        {**TYPES, "saved_place_ptr": "*i64", "header_ptr": "*i64", "num_slots": "i32"},
-        {"TRAINING": True, "BLOCK_W": 64},
-        num_warps=1,
-        expect=(".cas.b64",),
+    *(
+        Case(
+            "plan_slots:_plan_backward",
+            {**TYPES, "saved_place_ptr": "*i64", "header_ptr": "*i64", "num_slots": "i32"},
+            {"TRAINING": True, "BLOCK_W": 64, **how},
+            name=name,
+            num_warps=1,
+            expect=(".cas.b64",),
+        )
+        for name, how in (("bf16", BF16), ("mxfp8", MXFP8))
     ),
 )
