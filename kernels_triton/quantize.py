@@ -49,16 +49,17 @@ class Config:
     block_r: int  # rows of a tile; divides 128, so that a tile lies in one expert and in one row of atoms
     block_c: int  # columns; for blocked scales of rows a multiple of the columns of an atom
     num_warps: int
+    registers: int = 128  # of a thread: what two programs of 8 warps, or one of 16, have on an SM
 
     @property
     def options(self) -> dict:
         """Of the compiler. Every product is rounded. Left alone, ptxas may spill around the calls of exact division
-        rather than take a register more, so it is told what two programs of 8 warps, or one of 16, have on an SM."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 128}
+        rather than take a register more, so it is told how many there are."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": self.registers}
 
 
 @functools.cache
-def pick_config(op: str, width: int = 0) -> Config:
+def pick_config(op: str, width: int = 0, two_level: bool = False) -> Config:
     """Tiles by op; width is that of a row, and 0 where nothing depends on it.
 
     Rows: 4096 elements, 16 a thread, of whole rows as far as they reach. Columns: the rows of an atom's four scale
@@ -70,7 +71,7 @@ def pick_config(op: str, width: int = 0) -> Config:
     if op == "quantize_columns":
         return Config(block_r=128, block_c=64, num_warps=8)
     assert op == "quantize_weights", op
-    return Config(block_r=64, block_c=128, num_warps=4)
+    return Config(block_r=64, block_c=128, num_warps=4, registers=168 if two_level else 128)
 
 
 @triton.jit
@@ -517,7 +518,7 @@ def quantize_weights(w_GNK, *, format, square=False, out=None, config=None) -> Q
     G, N, K = w_GNK.shape
     if w_GNK.numel() == 0:
         return out
-    config = config or pick_config("quantize_weights")
+    config = config or pick_config("quantize_weights", two_level=format.two_level)
     atoms = align(N, formats.SCALE_ATOM[0]), align(K, formats.SCALE_ATOM[0])
     grid = (cdiv(atoms[0], config.block_r) * cdiv(atoms[1], config.block_c), G)
     sizes = (N, K, *w_GNK.stride())

@@ -27,6 +27,12 @@ class Config:
     block_f: int  # columns of a block, per half of h1
     num_warps: int
 
+    @property
+    def options(self) -> dict:
+        """Of the compiler. Products are rounded before they are added, as in the oracle, and the one program of an SM may
+        use its registers: left alone, Triton 3.9 takes half of them and spills."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 65536 // (32 * self.num_warps)}
+
 
 # One for all shapes: both directions only move memory. A row of a block is 256 columns, 16 bytes a lane of one warp, so
 # that its sum stays inside the warp. Forward has 32 KiB of reads in flight on an SM and backward 24 KiB; an H200's
@@ -200,8 +206,7 @@ def swiglu(
         CLAMPED=activation.clamped,
         BLOCK_R=config.block_r,
         BLOCK_F=config.block_f,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,  # products are rounded before they are added, as in the oracle
+        **config.options,
     )
 
 
@@ -244,6 +249,5 @@ def swiglu_backward(
         CLAMPED=activation.clamped,
         BLOCK_R=config.block_r,
         BLOCK_F=config.block_f,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **config.options,
     )

@@ -65,7 +65,7 @@ class Config:
 CONFIGS = {
     "rows": Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8),
     "rows_two_level": Config(block_r=8, block_f=512),
-    "backward": Config(block_r=32, block_f=32, num_warps=2, programs_per_sm=4),
+    "backward": Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4),
 }
 
 

@@ -17,9 +17,9 @@ def sizes(op: str, width: int = 0) -> dict:
     return {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c}
 
 
-def options(op: str, width: int = 0) -> dict:
+def options(op: str, width: int = 0, two_level: bool = False) -> dict:
     """Fields of a Case."""
-    config = pick_config(op, width)
+    config = pick_config(op, width, two_level)
     return {"num_warps": config.num_warps, "options": {k: v for k, v in config.options.items() if k != "num_warps"}}
 
 
@@ -108,7 +108,7 @@ WEIGHTS = tuple(
             **sizes("quantize_weights"),
         },
         name=f"{format.name}{' square' if square else ''}",
-        **options("quantize_weights"),
+        **options("quantize_weights", two_level=format.two_level),
         aligned=tuple(SIZES),
         expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ())),
         forbid=INEXACT,
@@ -130,7 +130,7 @@ CASES = (
         "quantize:_weight_amax",
         {"w_ptr": "*bf16", "amax_ptr": "*i32", **SIZES},
         {"stride_k": 1, **sizes("quantize_weights")},
-        **options("quantize_weights"),
+        **options("quantize_weights", two_level=True),
         aligned=tuple(SIZES),
         expect=("ld.global.v4.b32", "max.s32"),
     ),

@@ -31,7 +31,7 @@ CASES = tuple(
         aligned=("F",),
         unaligned=("h1_start_ptr", "h2_start_ptr", "g2_start_ptr", "num_rows_ptr", "stop_ptr"),
         expect=("ld.global.v4.b32", "st.global.v4.b32", "rcp.rn.f32"),
-        options={"enable_fp_fusion": False},
+        options={name: value for name, value in CONFIGS[kind].options.items() if name != "num_warps"},
         forbid=("ld.global.b16", "st.global.b16", "fma.rn.f32"),
     )
     for kind, (kernel, types) in KERNELS.items()
