@@ -61,7 +61,7 @@ class Config:
 
 # Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Two-level formats read whole rows
 # twice and serve inference, where an expert may have few rows: short tiles spread them. Backward: three quantised
-# matrices leave registers for 16 elements a thread.
+# matrices leave registers for 8 elements a thread.
 CONFIGS = {
     "rows": Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8),
     "rows_two_level": Config(block_r=8, block_f=512),
