@@ -29,8 +29,8 @@ class Config:
 
     @property
     def options(self) -> dict:
-        """Of the compiler. Products are rounded before they are added, as in the oracle. The one program of an SM may use
-        all registers: left alone, Triton 3.9 takes half of them and spills."""
+        """Of the compiler. Products are rounded before they are added, as in the oracle. The one program of an SM may
+        use all registers: left alone, Triton 3.9 takes half of them and spills."""
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": 65536 // (32 * self.num_warps)}
 
 
