@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dist_moe import formats, registry, testing
+from dist_moe import BlockScaledConfig, Config, formats, registry, testing
 from dist_moe.quantized import Bundle, Quantized
 from dist_moe.shapes import align
 from dist_moe.testing import Tolerance
@@ -87,6 +87,14 @@ class ScaledGemms:
         return functools.partial(getattr(self._ops, op), *operands, **options), lambda: out[self._place]
 
 
+def ops_of(job: Job, shape: Shape, name: str) -> SimpleNamespace:
+    """What a Context of the format runs."""
+    how = BlockScaledConfig(name.removesuffix("-along-k"))
+    config = Config(8, shape.D, shape.F, shape.K, shape.E, 1, block_scaled=how, inference=how.format == "nvfp4")
+    call = registry.call_of(job.device, None, config)
+    return SimpleNamespace(**{op: registry.function(registry.choose(op, call)[0]) for op in OPS})
+
+
 def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routing: str, T: int) -> None:
     ids = testing.routing(routing, num_ranks=job.W, T=T, K=shape.K, E=shape.E)
     traffic = Traffic(shape, ids)
@@ -96,7 +104,7 @@ def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routi
     gemms = ExpertGemms(traffic.expert_rows(rank), weights.w13_L2FD, weights.w2_LDF)
     load = load_of(traffic, rank)
     works = forward_work(load) | backward_work(load)
-    scaled = {name: ScaledGemms(gemms, name, ops) for name in args.formats}
+    scaled = {name: ScaledGemms(gemms, name, ops_of(job, shape, name)) for name in args.formats}
     for product in args.products:
         about = rows.about(shape, traffic, routing, product)
         run_bf16 = functools.partial(gemms.run, ops, product)
@@ -132,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     job = launch.start(virtual=args.ranks, cpu=args.smoke)
     rows = Rows(job, "scaled", args)
     call = registry.call_of(job.device, None)
-    names = (*OPS, "grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
+    names = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
     ops = SimpleNamespace(**{op: registry.function(registry.choose(op, call)[0]) for op in names})
     roofs = measure_roofs(job, args.rounds)
     rows.say(f"roofs: {roofs}")

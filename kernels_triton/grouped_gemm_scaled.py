@@ -17,7 +17,7 @@ and column alone, not on what else lies in the tile.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -317,6 +317,8 @@ def _rows_times_weight(
     if config is None:
         kind = "dgrad" if dgrad else "forward"
         config = pick_config(kind, scaled_dot=has_scaled_dot(device), rows_per_expert=rows_per_expert)
+    if first % config.block_n:  # a tile's scales lie in one row of atoms
+        config = replace(config, block_n=ATOM_R.value // 2)
     C, bytes_k = config.block_n, step(config, format) // format.values_per_byte
     _rows_times_weight_kernel[(num_programs(device, num_sms),)](
         _descriptor(op, a.values, format, [config.block_m, bytes_k]),

@@ -168,7 +168,7 @@ def _place_scaled_scratch(
     Example: D = F = 32, training in blocks of 32 one-byte values, 80000 bytes, 128 rows, no stage. Five regions of
     scales take 512 bytes each: ROW_SCALES = 79488, of the columns of x, dy, h2, g1 78976, 78464, 77952, 77440. H1 = 477
     (byte 61056), below it the rows XR = 1780, H2 = 1780, G1_ROWS = 826; H3 = 697 (byte 44608) with the columns of x and
-    dy, 1394 and 1522; those of g1 569, G2 = 441, of h2 754 (byte 24128): 55872 bytes.
+    dy, 1394 and 1522; those of g1 569, over G2 = 569, of h2 1010 (byte 32320): 47680 bytes.
     """
     end = total_bytes.to(tl.int64)
     widest = tl.maximum(D, 2 * F if TRAINING else F)
@@ -211,7 +211,7 @@ def _place_scaled_scratch(
         tl.store(place_ptr + DY_COLUMNS, 2 * h3 + rows)
         stage_end = h3 * (2 * D)
         g1 = _take(stage_end, rows, 2 * F)
-        g2 = g1 - rows
+        g2 = tl.where(F > BLOCK, g1 - rows, g1)
         h2 = 2 * g2 - rows
         tl.store(place_ptr + G1_COLUMNS, g1)
         tl.store(place_ptr + G2, g2)

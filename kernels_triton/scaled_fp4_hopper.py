@@ -33,7 +33,6 @@ from dist_moe.formats import NVFP4
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
-from . import scaled_hopper
 from ._device import delay, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M
@@ -417,16 +416,11 @@ def grouped_gemm_scaled(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    """As grouped_gemm_scaled.grouped_gemm_scaled; other formats than NVFP4 are left to scaled_hopper."""
-    operands = (a, w_values_LNK, w_scales, out_XN, out_start_1, row_start_P, num_rows_L)
-    windowed = {"format": format, "columns": columns}
-    if format is not NVFP4:
-        options = {"square": square, "num_sms": num_sms, "rows_per_expert": rows_per_expert, "config": config}
-        scaled_hopper.grouped_gemm_scaled(*operands, **windowed, w_outer_inv_L=w_outer_inv_L, stop_1=stop_1, **options)
-        return
+    """As grouped_gemm_scaled.grouped_gemm_scaled, of NVFP4 and windows that begin at a multiple of 128."""
+    assert format is NVFP4 and (columns is None or columns[0] % TILE.value == 0), (format, columns)
     L, N, K, first, width = check_scaled_rows(
-        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, **windowed, dgrad=False,
-        w_outer_inv=w_outer_inv_L,
+        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, format=format,
+        dgrad=False, w_outer_inv=w_outer_inv_L, columns=columns,
     )  # fmt: skip
     config = config or pick_config(rows_per_expert)
     rows_of_atoms, atoms = w_scales.shape[0] // TILE.value, w_scales.shape[1] // 4

@@ -37,7 +37,6 @@ from dist_moe.formats import MXFP8_E4M3
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
-from . import grouped_gemm_scaled as grouped_gemm_scaled_triton
 from ._device import delay, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
@@ -384,14 +383,8 @@ def grouped_gemm_scaled(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    """As grouped_gemm_scaled.grouped_gemm_scaled, which other formats than e4m3 are left to."""
-    if format is not MXFP8_E4M3:
-        grouped_gemm_scaled_triton.grouped_gemm_scaled(
-            a, w_values_LNK, w_scales, out_XN, out_start_1, row_start_P, num_rows_L, format=format,
-            w_outer_inv_L=w_outer_inv_L, columns=columns, square=square, stop_1=stop_1, num_sms=num_sms,
-            rows_per_expert=rows_per_expert,
-        )  # fmt: skip
-        return
+    """As grouped_gemm_scaled.grouped_gemm_scaled, of e4m3 and windows that begin at a multiple of 128."""
+    assert format is MXFP8_E4M3 and (columns is None or columns[0] % TILE.value == 0), (format, columns)
     windowed = {"w_outer_inv": w_outer_inv_L, "columns": columns}
     config = config or pick_config(square, rows_per_expert)
     square = square and config.rows == 128
@@ -415,14 +408,11 @@ def grouped_gemm_scaled_dgrad(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    """As grouped_gemm_scaled.grouped_gemm_scaled_dgrad, which other formats than e4m3 are left to."""
+    """As grouped_gemm_scaled.grouped_gemm_scaled_dgrad, of e4m3."""
+    assert format is MXFP8_E4M3, format
     operands = (dy, w_values_LNK, w_transposed_scales, out_XK, out_start_1, row_start_P, num_rows_L)
-    options = {"stop_1": stop_1, "num_sms": num_sms}
-    if format is not MXFP8_E4M3:
-        grouped_gemm_scaled_triton.grouped_gemm_scaled_dgrad(*operands, format=format, **options)
-        return
-    options |= {"w_outer_inv": None, "columns": None, "config": config or DGRAD, "square": True}
-    _rows_times_weight("grouped_gemm_scaled_dgrad", *operands, **options)
+    options = {"w_outer_inv": None, "columns": None, "config": config or DGRAD, "square": True}
+    _rows_times_weight("grouped_gemm_scaled_dgrad", *operands, **options, stop_1=stop_1, num_sms=num_sms)
 
 
 def _rows_times_weight(

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dist_moe.formats import MXFP8_E4M3
 from dist_moe.quantized import check_scaled_wgrad
 
-from . import grouped_gemm_scaled as plain
 from ._device import delay, num_programs
 from ._launch import launched
 from .scaled_hopper import BLOCK, _copy_scales, _descriptor, words
@@ -235,13 +234,9 @@ def _wgrad_kernel(
 def grouped_gemm_scaled_wgrad(
     dy, x, row_start_P, num_rows_L, out_LNK, *, format, accumulate, stop_1, num_sms=None, config=None
 ) -> None:
-    """As grouped_gemm_scaled.grouped_gemm_scaled_wgrad, which other formats than e4m3 are left to."""
-    op = "grouped_gemm_scaled_wgrad"
-    if format is not MXFP8_E4M3:
-        options = {"format": format, "accumulate": accumulate, "stop_1": stop_1, "num_sms": num_sms}
-        plain.grouped_gemm_scaled_wgrad(dy, x, row_start_P, num_rows_L, out_LNK, **options)
-        return
-    check_scaled_wgrad(op, dy, x, row_start_P, num_rows_L, out_LNK, format=format)
+    """As grouped_gemm_scaled.grouped_gemm_scaled_wgrad, of e4m3."""
+    assert format is MXFP8_E4M3, format
+    check_scaled_wgrad("grouped_gemm_scaled_wgrad", dy, x, row_start_P, num_rows_L, out_LNK, format=format)
     L, N, K = out_LNK.shape
     config = config or CONFIGS[out_LNK.dtype]
     _wgrad_kernel[(num_programs(out_LNK.device, num_sms),)](

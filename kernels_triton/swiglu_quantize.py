@@ -362,7 +362,8 @@ def _swiglu_backward_quantize(
     of either orientation, held as [groups, rows, GROUP columns] so that the lanes of a warp spread over both. A score
     gradient is a sum in a fixed order, over the columns of a group, then tiles, then groups.
 
-    Rows of padding count as zeros: their loads are masked.
+    Rows of padding count as zeros: their loads are masked. With F = BLOCK the columns of g1 may lie over g2: a block of
+    it is read whole before that of g1, in the same bytes, is written.
     Example (e4m3, one real row): gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, h2 60, whose blocks have the
     scales 120, 123 and 125 in rows and in columns, and <g2, h2> = 120 a column.
     """
@@ -395,6 +396,8 @@ def _swiglu_backward_quantize(
             raw_gate = tl.load(gate_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
             raw_up = tl.load(gate_ptrs + F, mask=real[None, :, None], other=0.0).to(tl.float32)
             g2 = tl.load(g2_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
+            if F == BLOCK:
+                tl.debug_barrier()  # other threads write there
             gate, up, sig = gate_up(raw_gate, raw_up, alpha, limit, CLAMPED, FAST_MATH)
             h2 = gate * sig * up
             sums += tl.sum(g2 * h2, axis=2)

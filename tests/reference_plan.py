@@ -109,10 +109,7 @@ def reference_plan(c: Config, W: int) -> dict[str, int | float]:
 
 
 def allowed_excess(c: Config, figures: dict[str, int | float]) -> dict[str, int]:
-    """How far a byte figure may exceed the release's: one row pitch a region.
-
-    Where D or F is no multiple of 128, which the release plans but does not run, a region may need up to one.
-    """
+    """How far a byte figure may exceed the release's: one row pitch a region."""
     D, F = c.hidden_dim, c.intermediate_dim
     if c.block_scaled is None:
         scratch = 2 * D + 4 * F + 2 * F + (0 if c.inference else 2 * D)
@@ -122,11 +119,6 @@ def allowed_excess(c: Config, figures: dict[str, int | float]) -> dict[str, int]
         columns = 2 * D + F + 2 * F
         scratch = 4 * F + (forward // _block(c)[0] if c.inference else max(forward, 2 * F) + columns + 2 * F)
         layer = 4 * F + D + F
-        rows = max(figures["device_scratch_capacity_rows"], figures["total_scratch_capacity_rows"])
-        if not c.inference:
-            scratch += rows // 32 * sum(up(width) - width for width in (D, D, F, 2 * F))
-        else:
-            scratch += (rows + 1) * max(0, up(2 * min(128, D)) - 4 * F)  # h3 over h1, at least 128 columns
     slot = 0 if c.inference else c.max_moe_layers_per_activation_slot * layer
     chosen = 0
     if c.activation_slot_capacity_factor is not None:

@@ -96,7 +96,7 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
 
 
 def test_the_staged_case_goes_in_two_passes():
-    assert output_columns(config_of(NARROW, **INFERENCE)) == 128 < NARROW.D
+    assert output_columns(config_of(NARROW, **INFERENCE)) == 64 < NARROW.D
     assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
 
 

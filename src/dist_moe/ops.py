@@ -47,13 +47,17 @@ def _bf16_forward(
     """
     ctx = live_context(context)
     with ctx.call():
-        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        w13_L2FD, w2_LDF = expert_major(ctx, w13, w2)
-        saves_in_slot = save and slot != NO_SLOT
-        if saves_in_slot:
-            ctx.saved.push(slot, depth)
-        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, out_TD, saves_in_slot, slot, depth)
-        moe.forward(ctx.path, ctx.ranks, [call])
+        return run_forward(ctx, x_TD, ids_TK, scores_TK, *expert_major(ctx, w13, w2), save, slot, depth)
+
+
+def run_forward(ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int) -> tuple:
+    """out_TD and the state of every forward, of weights as the path takes them; inside ctx.call()."""
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    saves_in_slot = save and slot != NO_SLOT
+    if saves_in_slot:
+        ctx.saved.push(slot, depth)
+    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth)
+    moe.forward(ctx.path, ctx.ranks, [call])
     state = [*call.plan.tensors(), call.place]
     return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state])
 
@@ -89,24 +93,32 @@ def bf16_backward(
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        w13_L2FD, w2_LDF = expert_major(ctx, w13, w2)
-        call = moe.BackwardCall(
-            # An expanded gradient, sum()'s for one, has strides of 0.
-            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
-            ids_TK,
-            scores_TK,
-            w13_L2FD,
-            w2_LDF,
-            RoutePlan(*state[:NUM_PLAN_TENSORS]),
-            state[NUM_PLAN_TENSORS],
-            grads[0],
-            grads[1],
-            grads[2].view(w13_L2FD.shape) if needs_w13 else None,
-            grads[3].view(w2_LDF.shape) if needs_w2 else None,
-        )
-        ctx.saved.pop(slot)
-        moe.backward(ctx.path, ctx.ranks, [call])
+        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *expert_major(ctx, w13, w2), state, slot, grads)
     return grads
+
+
+def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, slot: int, grads: tuple) -> None:
+    """Fill the gradients of x, scores, w13 and w2, empty ones but for those of weights that are not wanted; inside
+    ctx.call(), of weights as the path takes them."""
+    L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
+    of_weights = (
+        grad.view(shape) if grad.numel() else None
+        for grad, shape in zip(grads[2:], ((L, 2 * F, D), (L, D, F)), strict=True)
+    )
+    call = moe.BackwardCall(
+        # An expanded gradient, sum()'s for one, has strides of 0.
+        grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
+        ids_TK,
+        scores_TK,
+        w13,
+        w2,
+        RoutePlan(*state[:NUM_PLAN_TENSORS]),
+        state[NUM_PLAN_TENSORS],
+        *grads[:2],
+        *of_weights,
+    )
+    ctx.saved.pop(slot)
+    moe.backward(ctx.path, ctx.ranks, [call])
 
 
 @bf16_backward.register_fake

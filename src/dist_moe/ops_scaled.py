@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
-from . import moe
 from .context import Context, live_context
-from .ops import NO_SLOT, NUM_PLAN_TENSORS, NUM_STATE_TENSORS, define_forward, empty_grads, expert_major, fake_state
+from .ops import (
+    NUM_STATE_TENSORS,
+    define_forward,
+    empty_grads,
+    expert_major,
+    fake_state,
+    run_backward,
+    run_forward,
+)
 from .quantized import QuantizedWeights, weights_layout
-from .route_plan import RoutePlan
 
 
 def weights_of_call(
@@ -40,20 +46,10 @@ def _block_scaled_forward(
     they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
     with ctx.call():
-        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         weights = weights_of_call(ctx, w13, w2, prepared)
-        saves_in_slot = save and slot != NO_SLOT
-        if saves_in_slot:
-            ctx.saved.push(slot, depth)
-        call = moe.ForwardCall(x_TD, ids_TK, scores_TK, *weights, out_TD, saves_in_slot, slot, depth)
-        moe.forward(ctx.path, ctx.ranks, [call])
-    state = [*call.plan.tensors(), call.place]
+        found = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth)
     operands = [part for weight in weights for part in weight[:3]]
-    if not save:
-        state = [tensor.new_empty(0) for tensor in state]
-    if not save or prepared:
-        operands = [x_TD.new_empty(0) for _ in operands]
-    return out_TD, *state, *operands
+    return *found, *(operands if save and not prepared else [x_TD.new_empty(0) for _ in operands])
 
 
 def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared):
@@ -88,23 +84,9 @@ def block_scaled_backward(
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
         operands = state[NUM_STATE_TENSORS:]
-        call = moe.BackwardCall(
-            grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
-            ids_TK,
-            scores_TK,
-            QuantizedWeights(*operands[:3], None, None),
-            QuantizedWeights(*operands[3:], None, None),
-            RoutePlan(*state[:NUM_PLAN_TENSORS]),
-            state[NUM_PLAN_TENSORS],
-            grads[0],
-            grads[1],
-            grads[2].view(L, 2 * F, D) if needs_w13 else None,
-            grads[3].view(L, D, F) if needs_w2 else None,
-        )
-        ctx.saved.pop(slot)
-        moe.backward(ctx.path, ctx.ranks, [call])
+        weights = (QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
+        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, state, slot, grads)
     return grads
 
 

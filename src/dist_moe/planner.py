@@ -23,11 +23,12 @@ scales: they lie first, aligned by themselves, columns padded to whole atoms.
     column x           D                  yes                             no                   yes
     column dy          D                  yes                             no                   no
     column h2, g1      F, 2 F             yes                             no                   no
-    g2_RF              2 F                yes                             no                   no
+    g2_RF              2 F                yes, but for F = 32             no                   no
 The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, which neither a forward nor
 the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes over columns: see output_columns.
 De-duplicated rows of x and dy are quantised from BF16 ones that lie over g2 and the columns of h2 and g1, which are
-not there yet, in passes over as many columns as these hold: see stage_columns.
+not there yet, in passes over as many columns as these hold: see stage_columns. Where a row of g2 is one block, the
+columns of g1 are written over it.
 """
 
 import logging
@@ -104,23 +105,23 @@ def _whole(num_bytes: int) -> int:
 
 def _block_scaled_scratch_regions(config: Config, rows: int) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
-    h1 = 4 * F if not config.inference else max(4 * F, align(2 * output_columns(config), SLOT_ALIGNMENT))
-    regions = {"h1": _region_bytes(rows, h1)}
+    regions = {"h1": _region_bytes(rows, 4 * F)}
     operands = _row_bundle_bytes(config, rows, max(D, F if config.inference else 2 * F))
     if not config.inference:
         regions["columns"] = sum(_column_bundle_bytes(config, rows, width) for width in (D, D, F, 2 * F))
-        regions["g2"] = _region_bytes(rows, 2 * F)
+        if F > _format(config).block:
+            regions["g2"] = _region_bytes(rows, 2 * F)
     named = sum(regions.values())
     return regions | {"operands": _whole(named + operands) - named}
 
 
 def output_columns(config: Config) -> int:
-    """Columns of h3 that W2 makes before they are pushed: all, but in block-scaled inference at most those of h1's 2 F
-    that fill atoms of W2's scales, and at least one such atom."""
+    """Columns of h3 that W2 makes before they are pushed: all, but in block-scaled inference at most h1's 2 F, of which
+    those that fill atoms of W2's scales, or the half of one that F = 32 gives."""
     D, F, atom = config.hidden_dim, config.intermediate_dim, SCALE_ATOM[0]
-    if not config.inference:
+    if config.block_scaled is None or not config.inference or D <= 2 * F:
         return D
-    return min(D, max(2 * F if D <= 2 * F else 2 * F // atom * atom, atom))
+    return 2 * F // atom * atom or 2 * F
 
 
 def stage_columns(config: Config) -> int:

@@ -239,8 +239,9 @@ def _check_one_byte(op: str, format: Format) -> None:
 def _check_window(op: str, out: Tensor, all_columns: int, columns: tuple[int, int] | None) -> tuple[int, int]:
     """First column and width of what is computed."""
     first, width = columns or (0, all_columns)
-    if first % SCALE_ATOM[0] or first < 0 or width % DIM_MULTIPLE or width <= 0 or first + width > all_columns:
-        wanted = f"(a multiple of {SCALE_ATOM[0]}, a multiple of {DIM_MULTIPLE}) within {all_columns}"
+    half = SCALE_ATOM[0] // 2
+    if first % half or first < 0 or width % DIM_MULTIPLE or width <= 0 or first + width > all_columns:
+        wanted = f"(a multiple of {half}, a multiple of {DIM_MULTIPLE}) within {all_columns}"
         raise ValueError(f"{op}: columns must be {wanted}, got {columns}")
     fits = out.dim() == 2 and (out.shape[1] == width or (columns is not None and out.shape[1] > width))
     if out.dtype != torch.bfloat16 or not fits or not out.is_contiguous():

@@ -95,7 +95,7 @@ def grouped_gemm_scaled(
              blocks along K or square.  out_XN: bf16, from row out_start_1 on.  row_start_P, num_rows_L: int32; expert e
              has num_rows_L[e] rows from row_start_P[e], a multiple of 128.  w_outer_inv_L: FP32, of two-level formats.
              columns: (first, width), the columns that are computed, into the first `width` of out_XN, which may be
-             wider; first is a multiple of 128.  None: all.
+             wider; first is a multiple of 64.  None: all.
              square: the weights' blocks are square, which an implementation may count on.
              All starts: int64 [1], device.  stop_1: nothing is touched when it is not 0.
     Rows of padding are neither read nor written: whoever reads out reads the real rows only.

@@ -111,7 +111,9 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
         place[shapes.PLACE_DY_COLUMNS] = first_row + rows
         stage_end = end
         take_rows(shapes.PLACE_G1_COLUMNS, 2 * F)
-        take_rows(shapes.PLACE_G2, 2 * F)
+        place[shapes.PLACE_G2] = place[shapes.PLACE_G1_COLUMNS]
+        if F > g.format.block:
+            take_rows(shapes.PLACE_G2, 2 * F)
         take_rows(shapes.PLACE_H2_COLUMNS, F)
         if g.stage_columns:
             pitch = 2 * g.stage_columns

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import torch
 
 from .config import Config
-from .planner import dedup, plan_memory
+from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
+from .planner import dedup, output_columns, plan_memory
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
@@ -28,6 +29,7 @@ class Call:
     compute_capability: tuple[int, int] | None
     interpreting: bool  # TRITON_INTERPRET was set when triton was imported
     by_name: bool  # the backend was named, not chosen
+    config: Config | None = None  # of the Context; None: no Context asks
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,22 @@ def needs_hopper(call: Call) -> str | None:
     if call.device.type != "cuda" or call.compute_capability[0] != 9:
         return "written for the tensor cores of compute capability 9.x"
     return None
+
+
+def needs_hopper_and(format: Format) -> Callable[[Call], str | None]:
+    """Of a product that is written for one format, in windows of columns that fill atoms of scales."""
+
+    def refuses(call: Call) -> str | None:
+        if problem := needs_hopper(call):
+            return problem
+        config = call.config
+        if config is None or config.block_scaled is None or config.block_scaled.format != format.name:
+            return f"written for {format.name}"
+        if output_columns(config) % SCALE_ATOM[0] and output_columns(config) != config.hidden_dim:
+            return f"written for outputs in windows of whole {SCALE_ATOM[0]} columns"
+        return None
+
+    return refuses
 
 
 def cpu_or_by_name(call: Call) -> str | None:
@@ -123,17 +141,13 @@ _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
-    Impl(
-        "grouped_gemm_scaled_wgrad",
-        "gluon",
-        "dist_moe.kernels_triton.scaled_wgrad_hopper:grouped_gemm_scaled_wgrad",
-        needs_hopper,
-    ),
     *(
-        Impl(op, "gluon", f"dist_moe.kernels_triton.{file}:{op}", needs_hopper)
-        for op, file in (
-            ("grouped_gemm_scaled", "scaled_fp4_hopper"),
-            ("grouped_gemm_scaled_dgrad", "scaled_hopper"),
+        Impl(op, "gluon", f"dist_moe.kernels_triton.{file}:{op}", needs_hopper_and(format))
+        for op, file, format in (
+            ("grouped_gemm_scaled", "scaled_hopper", MXFP8_E4M3),
+            ("grouped_gemm_scaled", "scaled_fp4_hopper", NVFP4),
+            ("grouped_gemm_scaled_dgrad", "scaled_hopper", MXFP8_E4M3),
+            ("grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper", MXFP8_E4M3),
         )
     ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
@@ -144,7 +158,7 @@ FORMAT_OPS = tuple(_FORMAT_FILES)
 BACKENDS = ("triton", "reference")  # those that have every op can be named
 
 
-def call_of(device: torch.device, backend: str | None) -> Call:
+def call_of(device: torch.device, backend: str | None, config: Config | None = None) -> Call:
     """The metadata that decides on a device; starts CUDA only for a CUDA device."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
@@ -152,7 +166,7 @@ def call_of(device: torch.device, backend: str | None) -> Call:
         )
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-    return Call(device, capability, interpreting, by_name=backend is not None)
+    return Call(device, capability, interpreting, backend is not None, config)
 
 
 def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[str]]:
@@ -198,7 +212,7 @@ def resolve(device: torch.device, backend: str | None = None, config: Config | N
     """
     if problem := _too_old("torch", torch.__version__, MIN_TORCH):
         raise RuntimeError(problem)
-    call = call_of(device, backend)
+    call = call_of(device, backend, config)
     ops, backends = {}, {}
     for op in OPS if config is None else ops_of(config):
         impl, _ = choose(op, call, backend)
@@ -231,7 +245,7 @@ def explain(
     Raises:  ValueError, TypeError as plan_memory; RuntimeError as create_context when no backend runs.
     """
     device = default_device(device)
-    call = call_of(device, backend)
+    call = call_of(device, backend, config)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
     obstacle = None
     try:
@@ -242,12 +256,8 @@ def explain(
     if obstacle:
         return "\n".join([*lines, f"ops on {device}: none, {obstacle}"])
     if config.block_scaled is not None:
-        asked = (
-            ""
-            if config.block_scaled.pipeline == "staged"
-            else f", asked for {config.block_scaled.pipeline}: same numbers"
-        )
-        lines.append(f"block-scaled: {config.block_scaled.format}, pipeline staged{asked}")
+        hint = "" if config.block_scaled.pipeline == "staged" else ", asked for mega: same numbers"
+        lines.append(f"block-scaled: {config.block_scaled.format}, pipeline staged{hint}")
     lines.append(f"ops on {device}:")
     ops_by_answer: dict[str, list[str]] = {}
     for op in ops_of(config):

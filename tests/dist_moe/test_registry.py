@@ -2,11 +2,12 @@
 
 import importlib
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dist_moe import Config, explain, reference
+from dist_moe import BlockScaledConfig, Config, explain, reference
 from dist_moe.registry import (
     BACKENDS,
     FORMAT_OPS,
@@ -17,12 +18,15 @@ from dist_moe.registry import (
     default_device,
     function,
     needs_triton,
+    ops_of,
     resolve,
 )
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 CONFIG = Config(8, 64, 96, 2, 4, 1)
+SCALED = replace(CONFIG, block_scaled=BlockScaledConfig(pipeline="mega"))
+SERVING = replace(CONFIG, block_scaled=BlockScaledConfig("nvfp4"), inference=True)
 
 
 def call(device=CPU, capability=None, interpreting=False, by_name=False) -> Call:
@@ -42,15 +46,43 @@ def test_a_bf16_context_resolves_and_explains_no_op_of_the_formats():
     assert function(impl) is reference.quantize_weights
 
 
-@pytest.mark.parametrize(
-    "op",
-    ["grouped_gemm_wgrad", "grouped_gemm_scaled", "grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"],
-)
-def test_what_on_hopper_runs_in_gluon(op):
-    on_hopper, on_blackwell = (choose(op, call(CUDA, (major, 0))) for major in (9, 10))
+@pytest.mark.parametrize("config, others", [(SCALED, {"dispatch_packed", "swiglu"}), (SERVING, {"swiglu_backward"})])
+def test_a_block_scaled_context_resolves_and_explains_its_own_ops(config, others):
+    ops, text = resolve(CPU, "reference", config), explain(config, 2, device="cpu", backend="reference")
+    assert set(ops.backends) == set(ops_of(config)) and not others & set(ops.backends)
+    assert {"route", "swiglu_quantize", "grouped_gemm_scaled"} <= set(ops.backends)
+    assert f"block-scaled: {config.block_scaled.format}, pipeline staged" in text
+    assert ("asked for mega: same numbers" in text) == (config is SCALED)
+    assert all(op in text for op in ops.backends)
+
+
+def test_weight_gradients_on_hopper_run_in_gluon():
+    on_hopper, on_blackwell = (choose("grouped_gemm_wgrad", call(CUDA, (major, 0))) for major in (9, 10))
     assert on_hopper[0].backend == "gluon" and on_hopper[1] == []
     assert on_blackwell[0].backend == "triton" and "9.x" in on_blackwell[1][0]
-    assert choose(op, call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
+    assert choose("grouped_gemm_wgrad", call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
+
+
+NARROW = replace(SERVING, hidden_dim=160, intermediate_dim=32)  # outputs in windows of 64 columns
+
+
+@pytest.mark.parametrize(
+    "config, op, file",
+    [
+        (SCALED, "grouped_gemm_scaled", "scaled_hopper"),
+        (SCALED, "grouped_gemm_scaled_dgrad", "scaled_hopper"),
+        (SCALED, "grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper"),
+        (SERVING, "grouped_gemm_scaled", "scaled_fp4_hopper"),
+        (NARROW, "grouped_gemm_scaled", "grouped_gemm_scaled"),
+        (None, "grouped_gemm_scaled", "grouped_gemm_scaled"),
+    ],
+)
+def test_products_of_formats_on_hopper_run_in_gluon_where_it_is_written_for_them(config, op, file):
+    impl, reasons = choose(op, Call(CUDA, (9, 0), False, False, config))
+    assert impl.where == f"dist_moe.kernels_triton.{file}:{op}"
+    assert any("windows of whole 128" in reason for reason in reasons) == (config is NARROW)
+    assert choose(op, Call(CUDA, (10, 0), False, False, config))[0].backend == "triton"
+    assert choose(op, Call(CUDA, (9, 0), False, True, config), "triton")[0].backend == "triton"
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")

@@ -214,6 +214,28 @@ def test_backward_has_the_bits_of_the_quantisers(counts, F, edge, device):
     assert_backward_bits(Problem(counts, F, device), CLAMPED if F == 96 else PLAIN, format)
 
 
+def test_columns_of_g1_over_g2(device):
+    """With one block of columns: the bits of where they lie apart."""
+    problem = Problem((33, 0, 130), 32, device)
+    want = problem.backward(kernels.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
+    over = problem.bundle(MXFP8_E4M3, 64, columns=True)
+    g2, start_1 = problem.put(problem.g2)
+    g1_columns = over._replace(values=g2.view(MXFP8_E4M3.value_dtype), start_1=start_1)
+    rows, h2 = problem.bundle(MXFP8_E4M3, 64), problem.bundle(MXFP8_E4M3, 32, columns=True)
+    grads = torch.full_like(problem.scores, NAN)
+    sources = (*problem.put(problem.h1), g2, start_1, problem.scores, grads, problem.start_P, problem.row_to_slot)
+    bundles = {"g1_rows": rows, "g1_columns": g1_columns, "h2_columns": h2}
+    options = {"format": MXFP8_E4M3, "activation": PLAIN, "stop_1": problem.stop}
+    kernels.swiglu_backward_quantize(*sources, **bundles, **options)
+    for found, expected in zip((rows, over, h2), want[:3], strict=True):
+        assert torch.equal(found.scales.view(torch.uint8), expected.scales.view(torch.uint8))
+    first = int(want[1].start_1[0])
+    found, expected = g1_columns.values[problem.start :][: problem.R], want[1].values[first:][: problem.R]
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) and found.view(torch.uint8).any()
+    assert_same_bits(rows, want[0])
+    assert_same_bits(h2, want[2])
+
+
 @pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True)], ids=["none", "g1", "h2"])
 def test_columns_that_are_not_wanted(columns, device):
     assert_backward_bits(Problem((33,), 32, device), PLAIN, MXFP8_E4M3, columns)

@@ -1,5 +1,7 @@
 """grouped_gemm_scaled: both ways to multiply; on sm_100 the tensor cores take the scales."""
 
+from dataclasses import replace
+
 from tests.compile_check import Case
 
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
@@ -103,6 +105,10 @@ BY_HAND, DECODE, SCALED = CONFIGS[128, False], CONFIGS[64, False], CONFIGS[128, 
 CASES = (
     *(rows_case("forward", format, config) for format in (MXFP8_E4M3, NVFP4) for config in (BY_HAND, DECODE, SCALED)),
     *(rows_case("forward", format, config) for format in (MXFP8_E5M2, MXFP4) for config in (BY_HAND, SCALED)),
+    *(
+        rows_case("forward", format, replace(config, block_n=64))
+        for format, config in ((NVFP4, BY_HAND), (NVFP4, SCALED))
+    ),
     *(rows_case("dgrad", MXFP8_E4M3, config) for config in (BY_HAND, DECODE, SCALED)),
     wgrad_case(MXFP8_E4M3, BY_HAND, "bf16", True),
     wgrad_case(MXFP8_E4M3, BY_HAND, "fp32", False),
