@@ -187,6 +187,27 @@ def test_dynamic_and_prepared_inference_are_equal(backend):
     assert all(rank.out_TD.any() for rank in ready)
 
 
+def test_mega_is_a_hint():
+    """The bits of staged, in training and in inference."""
+    inputs, backend = STAGED.inputs(), "reference"
+    hinted = replace(MXFP8, pipeline="mega")
+    assert_results_equal(run(config_of(STAGED, hinted), inputs, backend), run(config_of(STAGED), inputs, backend))
+    hinted, config = (
+        config_of(STAGED, replace(NVFP4, pipeline="mega"), **INFERENCE),
+        config_of(STAGED, NVFP4, **INFERENCE),
+    )
+    ready = prepared(inputs, config, inference=True)
+    assert_results_equal(run(hinted, ready, backend), run(config, ready, backend))
+
+
+@on_both
+def test_fast_math_is_near(backend):
+    """The approximate sigmoid alone: within the bars of the kernels."""
+    inputs = STAGED.inputs()
+    results = run(config_of(STAGED, replace(MXFP8, fast_math=True)), inputs, backend)
+    assert_close_to_scaled(results, dense_scaled(STAGED, inputs), backend)
+
+
 # Against bf16
 
 

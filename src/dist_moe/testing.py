@@ -211,10 +211,10 @@ TOLERANCES = {
     # Its gradients against exact ones: dy @ W2, grad_h1, the row's gradient and the sum are each rounded to BF16, and a
     # row that nearly cancels keeps their errors; 40.7 is the worst row of 380 cases on the CPU (tests/path_cases.py).
     "path_grads": Tolerance(rows_db=38.0),
-    # Kernels of block-scaled paths, against operands that the oracles quantised. FP32 sums in another order send a value
-    # at a rounding border to its neighbour, 1/16 away in e4m3, and a gradient row of few terms feels one: 18.1 dB was the
-    # worst row on an H200 (dW13 of one token); outputs passed 30 dB there. 2026-11-30, 0ff79da, tests/test_path_scaled.py.
-    # The reference, which rounds as the oracles do, is held to "path" and "path_grads".
+    # Kernels of block-scaled paths, against operands that the oracles quantised. FP32 sums in another order send a
+    # value at a rounding border to its neighbour, 1/16 away in e4m3, and a gradient row of few terms feels one: 18.1 dB
+    # was the worst row on an H200 (dW13 of one token), and outputs passed 30 dB there (tests/test_path_scaled.py,
+    # 2026-11-30, 0ff79da). The reference, which rounds as the oracles do, is held to "path" and "path_grads".
     "scaled_path": Tolerance(rows_db=28.0),
     "scaled_path_grads": Tolerance(rows_db=15.0),
 }
