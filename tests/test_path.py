@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import create_context, reference, testing
+from dist_moe import BlockScaledConfig, create_context, reference, testing
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
 from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
 
-from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense
+from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of
 
 BACKENDS = ("reference", "triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -89,7 +89,19 @@ def test_recomputed_from_x_equals_saved_bit_for_bit(K, E, backend):
 def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(K, E, backend):
     """Three layers that keep the rows of x and h1, x and h1, or x alone, as the slot allows: equal bits."""
     case = Case("three layers", K=K, E=E, routing="balanced")
-    config, balanced = case.config(), case.T * case.K
+    assert_layers_share_a_slot(case, None, case.T * case.K, backend)
+
+
+@pytest.mark.parametrize("K, E", [(2, 4), (4, 8)], ids=["per-route", "de-duplicated"])
+@pytest.mark.parametrize("scaled_backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_block_scaled_layers_share_a_slot(K, E, scaled_backend):
+    """The same in MXFP8, where the columns of x stand for its rows."""
+    case = Case("three layers", K=K, E=E, routing="balanced")
+    assert_layers_share_a_slot(case, BlockScaledConfig(), max(padded_rows_of(case)), scaled_backend)
+
+
+def assert_layers_share_a_slot(case: Case, block_scaled, balanced: int, backend: str) -> None:
+    config = case.config(block_scaled=block_scaled)
     x, x_h1, rows = saved_input_bytes(config), saved_h1_bytes(config, balanced), saved_full_bytes(config, balanced)
     kept_of = {3 * rows: [2, 2, 2], rows + 2 * x_h1: [2, 1, 1], 2 * x_h1 + x: [1, 1, 0], 3 * x: [0, 0, 0]}
     if INTERPRETED and backend == "triton":  # which takes its time: the two that mix
@@ -97,7 +109,7 @@ def test_layers_share_a_slot_and_the_slot_decides_what_they_keep(K, E, backend):
     outs = []
     for slot_bytes in kept_of:
         sizes = {"activation_slot_bytes": slot_bytes, "activation_slot_capacity_factor": None}
-        config = case.config(max_moe_layers_per_activation_slot=3, **sizes)
+        config = case.config(max_moe_layers_per_activation_slot=3, block_scaled=block_scaled, **sizes)
         with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
             inputs = [to(context.device, rank) for rank in case.inputs()]
             x = [rank.x_TD.requires_grad_() for rank in inputs]

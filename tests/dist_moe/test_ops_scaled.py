@@ -8,7 +8,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from dist_moe import BlockScaledConfig, Config, create_context, prepare_block_scaled_weight, routed_experts
+from dist_moe import (
+    BlockScaledConfig,
+    Config,
+    create_context,
+    plan_memory,
+    prepare_block_scaled_weight,
+    routed_experts,
+)
 from dist_moe.ops import prepared_operands
 
 T, D, F, K, E = 8, 64, 96, 2, 4
@@ -113,6 +120,15 @@ def test_a_step_changes_the_weights_and_prepared_ones_are_refilled(context):
 
 def test_tiles_are_chosen_by_rows_without_padding(context):
     assert context.path.rows_per_expert == T * K // E < context.path.capacity_rows // E
+
+
+@pytest.mark.parametrize("how", [config(), config(NVFP4, **INFERENCE)], ids=["training", "inference"])
+def test_a_context_takes_what_its_plan_says(how):
+    with context_of(how) as context:
+        plan = plan_memory(how, 1)
+        assert context.memory_plan == plan and context.activation_buffer.numel() == plan.total_device_buffer_bytes
+        found = {name: region.own.numel() * region.own.element_size() for name, region in context.buffers.items()}
+        assert found == dict(plan.symmetric_bytes)
 
 
 # What is refused
