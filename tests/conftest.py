@@ -4,6 +4,7 @@ On a machine without a CUDA device kernels run in Triton's interpreter: the vari
 imports triton, so it comes first here. With a device they run compiled, unless TRITON_INTERPRET is set by hand.
 """
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -21,6 +22,11 @@ NUM_GPUS = torch.cuda.device_count()
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 
 MAJORS = {"sm90": 9, "sm100": 10}  # of the compute capability
+
+_CUTE = {"nvidia-cutlass-dsl": importlib.util.find_spec("cutlass") is not None}
+_EMULATED = _CUTE | {"C compiler": shutil.which("cc") is not None}
+_VERIFIED = _EMULATED | {"sentryward": importlib.util.find_spec("sentryward") is not None}
+PACKAGES = {"cute": _CUTE, "emulated": _EMULATED, "verified": _VERIFIED}
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
@@ -40,6 +46,12 @@ def _missing(item: pytest.Item) -> tuple[str, str] | None:
         found = tuple(map(int, torch.__version__.split(".")[:2]))
         if found < marker.args[0]:
             return "torch", f"needs torch {'.'.join(map(str, marker.args[0]))}, found {torch.__version__}"
+    for name, packages in PACKAGES.items():
+        if item.get_closest_marker(name) is None:
+            continue
+        for package, found in packages.items():
+            if not found:
+                return name, f"no {package}"
     for name in ("gpu", "sanitizer", "sm90", "sm100", "interpreter"):
         if item.get_closest_marker(name) is None:
             continue

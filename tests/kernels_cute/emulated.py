@@ -1,0 +1,33 @@
+"""Runs a problem's product in the emulator of PTX."""
+
+import torch
+from tests import sm100
+
+from dist_moe.kernels_cute import build, grouped_gemm
+from dist_moe.kernels_cute.tiles import Product, Tile
+
+from .problems import Problem
+
+
+def product_of(problem: Problem, **flags) -> Product:
+    flags |= {"clamped": problem.activation.clamped, "stores_h1": problem.stores_h1} if problem.op == "swiglu" else {}
+    bits = 8 * problem.out_dtype.itemsize
+    return Product(problem.op, problem.format, bits, problem.accumulate, **flags)
+
+
+def launch_of(problem: Problem, product: Product, tile: Tile, programs: int) -> tuple[sm100.Launch, sm100.GlobalMemory]:
+    """The launch that the host code makes, and the memory it may touch."""
+    memory = sm100.GlobalMemory()
+    for name, tensor in problem.tensors.items():
+        memory.add(tensor.view(torch.uint8).numpy(), name)
+    kernel = build.kernel_of(product, tile)
+    given = grouped_gemm.addresses(problem.given) | {"programs": programs}
+    names = [*build.parameters(kernel)]
+    return sm100.capture(build.compiled(product, tile), *(given.get(name, 0) for name in names)), memory
+
+
+def run(problem: Problem, tile: Tile, *, seed: int = 0, programs: int = 2, ptx: str | None = None, **flags) -> None:
+    """Leaves the results in problem.outs. ptx: other code than what was compiled."""
+    product = product_of(problem, **flags)
+    launch, memory = launch_of(problem, product, tile, programs)
+    sm100.emulate(ptx or build.compiled(product, tile).__ptx__, launch, memory, seed)
