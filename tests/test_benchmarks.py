@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_formats, bench_memory, bench_op, bench_path, checks, report, scaled_gemms
+from benchmarks import bench_formats, bench_memory, bench_op, bench_path, checks, report, scaled_gemms, sm100_model
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, total
-from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SMOKE, Shape, Traffic, config_of, load_of, memory_bytes
+from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SHAPES, SMOKE, Shape, Traffic, config_of, load_of, memory_bytes
 from benchmarks.timing import Method, measure, summarize
 
 from dist_moe import plan_memory, planner, reference, testing
+from dist_moe.formats import MXFP8_E4M3, NVFP4
+from dist_moe.kernels_cute.tiles import Tile
 from dist_moe.shapes import align
 from dist_moe.virtual import RankResults
 
@@ -398,3 +400,39 @@ def test_run_many_goes_on_where_it_ended(tmp_path):
     code, commands = call(fails="-m pytest", CODE="5")
     assert code == 0 and "--deselect" in commands[0]
     assert call(commit="another", BUDGET_S="10") == (1, [])
+
+
+# The model of sm_100
+
+
+def test_cycles_of_a_stage_by_hand():
+    """128 x 256 MXFP8: four instructions of 128 cycles with 12 KiB of operands each, and three atoms of 512 bytes.
+
+    A side of 32 rows is bound by what it reads.
+    """
+    wide, narrow = (sm100_model.step_cycles(Tile(MXFP8_E4M3, n, swap), 64) for n, swap in ((256, False), (32, True)))
+    assert wide["MMA"] == pytest.approx(512, rel=0.01)
+    assert (wide["shared memory"], wide["L2"]) == (4 * 12288 / 128, (49152 + 3 * 512) / 64)
+    assert narrow["MMA"] < narrow["shared memory"] < narrow["L2"]
+
+
+def test_the_model_is_never_faster_than_the_roof():
+    for shape, T, found in sm100_model.estimates(MODELS, (1, 16, 128, 8192), 8):
+        assert 0 < found.share <= 1, (shape, T, found)
+        assert found.limit in ("MMA", "shared memory", "L2", "epilogue", "HBM", "fill and drain")
+
+
+def test_the_model_counts_what_the_roofs_count():
+    products = sm100_model.products_of(SHAPES["qwen3-30b"], 8192, 8, MXFP8_E4M3)
+    load = Traffic(SHAPES["qwen3-30b"], testing.routing("balanced", num_ranks=8, T=8192, K=8, E=128)).load(
+        0, dedup=True
+    )
+    works = forward_work(load) | backward_work(load)
+    assert {p.name.lower().replace(" ", "_"): p.flops for p in products} == {
+        name: work.flops for name, work in works.items() if work.flops
+    }
+    assert {p.op for p in sm100_model.products_of(SMOKE, 16, 2, NVFP4)} == {"forward"}
+
+
+def test_the_page_shows_the_model():
+    assert sm100_model.documented() in (ROOT / "docs" / "blackwell.md").read_text()

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_moe import BlockScaledConfig, create_context, reference, testing
+from dist_moe.path_oracle import on_device
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
 from dist_moe.registry import OPS
 from dist_moe.symm import World
@@ -32,18 +33,12 @@ def device_of(backend: str) -> torch.device:
     return KERNEL_DEVICE if backend == "triton" else torch.device("cpu")
 
 
-def to(device, record):
-    """RankInputs or RankResults with all tensors on the device; prepared weights are where they were made."""
-    tensors = {name: t for name, t in vars(record).items() if isinstance(t, torch.Tensor)}
-    return replace(record, **{name: t.detach().to(device) for name, t in tensors.items()})
-
-
 def run(config, inputs: list[RankInputs], backend: str, context=None) -> list[RankResults]:
     """run_virtual on the backend's device, results on the CPU."""
     device = device_of(backend)
-    there = [to(device, rank) for rank in inputs]
+    there = [on_device(rank, device) for rank in inputs]
     results = run_virtual(len(inputs), config, there, device=device, backend=backend, context=context)
-    return [to("cpu", result) for result in results]
+    return [on_device(result, "cpu") for result in results]
 
 
 # Interpreted, a rank of a step takes half a second. Of five ranks and more the kernels take a case each there; eight
@@ -111,7 +106,7 @@ def assert_layers_share_a_slot(case: Case, block_scaled, balanced: int, backend:
         sizes = {"activation_slot_bytes": slot_bytes, "activation_slot_capacity_factor": None}
         config = case.config(max_moe_layers_per_activation_slot=3, block_scaled=block_scaled, **sizes)
         with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
-            inputs = [to(context.device, rank) for rank in case.inputs()]
+            inputs = [on_device(rank, context.device) for rank in case.inputs()]
             x = [rank.x_TD.requires_grad_() for rank in inputs]
             kept = []
             for _ in range(3):
@@ -195,7 +190,7 @@ def test_no_grad_equals_grad_and_touches_no_saved_state(backend):
     case = Case("no grad")
     config = case.config(max_moe_layers_per_activation_slot=2)
     with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
-        inputs = [to(context.device, rank) for rank in case.inputs()]
+        inputs = [on_device(rank, context.device) for rank in case.inputs()]
         for rank in inputs:
             rank.x_TD.requires_grad_()
         before = routed_experts(inputs, context)

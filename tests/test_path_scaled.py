@@ -10,17 +10,16 @@ from dist_moe import (
     BlockScaledConfig,
     RoutingOverflowError,
     create_context,
-    prepare_block_scaled_weight,
     routed_experts,
     testing,
 )
 from dist_moe.formats import by_name
+from dist_moe.path_oracle import FORWARD_ONLY, dense_scaled, forward_only, prepared
 from dist_moe.planner import dedup, output_columns, plan_memory, stage_columns
-from dist_moe.virtual import RankInputs, RankResults
+from dist_moe.virtual import RankResults
 
-from .path_cases import CASES, Case, assert_results_equal, dense, padded_rows_of, slots_of
+from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of, slots_of
 from .rank_calls import on_ranks, run_rank
-from .scaled_cases import dense_scaled
 from .test_path import BACKENDS, device_of, run
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
@@ -44,8 +43,6 @@ NOTES = (
 )
 SCALED_CASES = (*(case for case in CASES if case.note in NOTES), NARROW, STAGED)
 INTERPRETED = ("one token", STAGED.note)  # of the kernels, on a machine without a GPU
-INFERENCE = {"inference": True, "activation_slot_capacity_factor": None}
-
 
 on_both = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
 each_case = pytest.mark.parametrize(
@@ -67,37 +64,13 @@ def config_of(case: Case, block_scaled=MXFP8, **changes):
     return case.config(block_scaled=block_scaled, **changes)
 
 
-def prepared(inputs: list[RankInputs], config, *, inference: bool = False, device="cpu") -> list[RankInputs]:
-    """The same with prepared weights, without a backward for inference."""
-    found = []
-    for rank in inputs:
-        weights = {
-            name: prepare_block_scaled_weight(getattr(rank, name).to(device), config, inference=inference)
-            for name in ("w13_L2FD", "w2_LDF")
-        }
-        found.append(replace(rank, **weights, **({"grad_out_TD": None} if inference else {})))
-    return found
-
-
-def forward_only(inputs: list[RankInputs]) -> list[RankInputs]:
-    return [replace(rank, grad_out_TD=None) for rank in inputs]
-
-
 def assert_close_to_scaled(results: list[RankResults], expected: list[RankResults], backend: str) -> None:
     """By the bars of the kernels or of the reference; see testing.TOLERANCES."""
-    bar = "path" if backend == "reference" else "scaled_path"
-    for name in RankResults.__dataclass_fields__:
-        if getattr(expected[0], name) is None:
-            assert all(getattr(rank, name) is None for rank in results)
-            continue
-        out, ref = (torch.cat([getattr(rank, name) for rank in side]) for side in (results, expected))
-        if name == "grad_scores_TK":
-            out, ref = out.reshape(1, -1), ref.reshape(1, -1)
-        testing.assert_close(out, ref, bar if name == "out_TD" else f"{bar}_grads")
+    assert_results_close(results, expected, "path" if backend == "reference" else "scaled_path")
 
 
 def test_the_staged_case_goes_in_two_passes():
-    assert output_columns(config_of(NARROW, **INFERENCE)) == 64 < NARROW.D
+    assert output_columns(config_of(NARROW, **FORWARD_ONLY)) == 64 < NARROW.D
     assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
 
 
@@ -124,7 +97,7 @@ def test_groups_of_every_size(backend):
 @pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
 @each_case
 def test_inference_against_the_layer_with_quantised_operands(case, block_scaled, backend):
-    config = config_of(case, block_scaled, **INFERENCE)
+    config = config_of(case, block_scaled, **FORWARD_ONLY)
     inputs = case.inputs()
     results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
     expected = dense_scaled(case, inputs, by_name(block_scaled.format), training=False)
@@ -142,7 +115,7 @@ def test_a_broken_token_without_weight_reaches_nobody(backend):
     trained = run(config_of(case), inputs, backend)
     assert all(torch.isfinite(value).all() for rank in trained for value in vars(rank).values())
     for how in (MXFP8, NVFP4):
-        config = config_of(case, how, **INFERENCE)
+        config = config_of(case, how, **FORWARD_ONLY)
         served = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
         assert all(torch.isfinite(rank.out_TD).all() and not rank.out_TD[3].any() for rank in served)
 
@@ -180,7 +153,7 @@ def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
 
 @on_both
 def test_dynamic_and_prepared_inference_are_equal(backend):
-    config, inputs = config_of(STAGED, **INFERENCE), STAGED.inputs()
+    config, inputs = config_of(STAGED, **FORWARD_ONLY), STAGED.inputs()
     dynamic = run(config, forward_only(inputs), backend)
     ready = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
     assert_results_equal(ready, dynamic)
@@ -193,8 +166,8 @@ def test_mega_is_a_hint():
     hinted = replace(MXFP8, pipeline="mega")
     assert_results_equal(run(config_of(STAGED, hinted), inputs, backend), run(config_of(STAGED), inputs, backend))
     hinted, config = (
-        config_of(STAGED, replace(NVFP4, pipeline="mega"), **INFERENCE),
-        config_of(STAGED, NVFP4, **INFERENCE),
+        config_of(STAGED, replace(NVFP4, pipeline="mega"), **FORWARD_ONLY),
+        config_of(STAGED, NVFP4, **FORWARD_ONLY),
     )
     ready = prepared(inputs, config, inference=True)
     assert_results_equal(run(hinted, ready, backend), run(config, ready, backend))
@@ -240,7 +213,7 @@ def test_training_against_bf16(W, activation):
 )
 def test_inference_against_bf16(W, block_scaled, error_bound, cosine_bound, rows_db):
     case = Case("against bf16", W=W, T=32, D=256, F=256, K=2, E=4)
-    inputs, config = case.inputs(), config_of(case, block_scaled, **INFERENCE)
+    inputs, config = case.inputs(), config_of(case, block_scaled, **FORWARD_ONLY)
     results = run(config, prepared(inputs, config, inference=True), "reference")
     out, ref = (torch.cat([rank.out_TD for rank in side]) for side in (results, dense(case, inputs)))
     error, cosine = whole(out, ref)
@@ -258,7 +231,7 @@ def _train(rank, group, case):
 
 
 def _serve(rank, group, case, block_scaled):
-    config = config_of(case, block_scaled, **INFERENCE)
+    config = config_of(case, block_scaled, **FORWARD_ONLY)
     inputs = prepared(case.inputs(), config, inference=True)
     own = inputs[rank]
     with create_context(group=group, config=config, device="cpu", backend="reference") as context, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The command line: python -m dist_moe demo | plan | explain | doctor, also installed as dist-moe."""
+"""The command line: python -m dist_moe demo | plan | explain | doctor | check, also installed as dist-moe."""
 
 import contextlib
 import enum
@@ -7,14 +7,16 @@ import inspect
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from . import check as self_test
 from . import registry
 from .config import BlockScaledConfig, BlockScaledFormat, Config, VmmConfig
 from .demo import Options, run_demo
@@ -196,6 +198,34 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     print(json.dumps(found) if as_json else describe(found))
 
 
+@app.command()
+def check(
+    device: DeviceOption = None,
+    ranks: Annotated[int, typer.Option(help="The path runs on 1 to this many virtual ranks.", min=1)] = 2,
+    backend: BackendOption = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Save everything, to send it to somebody.")] = None,
+) -> None:
+    """Compare every op with its oracle and the path with the dense layer, on this machine; exit code 1 if one fails."""
+    with _one_line_errors():
+        where = registry.default_device(device)
+        if out is not None and not out.absolute().parent.is_dir():
+            raise ValueError(f"the folder of --json {out} does not exist")
+    started = time.perf_counter()
+    with Console(stderr=True).status("starting") as status:
+        rows = self_test.check(where, backend, ranks, status.update)
+    answer = {"device": str(where), "backend": backend, "ranks": ranks, "passed": self_test.passed(rows)}
+    answer |= {"seconds": round(time.perf_counter() - started, 1), "rows": [asdict(row) for row in rows]}
+    found = examine()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(self_test.table_of(rows))
+    print(describe(found))
+    print(f"check of {where}: {'passed' if answer['passed'] else 'FAILED'} in {answer['seconds']} s")
+    if out is not None:
+        out.write_text(json.dumps(answer | {"machine": found}, indent=1) + "\n")
+        print(f"saved: {out}")
+    raise typer.Exit(0 if answer["passed"] else 1)
+
+
 def _skews(text: str | None) -> list[float]:
     try:
         return [float(word) for word in (text or "").replace(",", " ").split()]
@@ -273,7 +303,13 @@ def plan(
 
 @app.command()
 @takes_sizes
-def explain(sizes: Sizes, device: DeviceOption = None, backend: BackendOption = None) -> None:
+def explain(
+    sizes: Sizes,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or a GPU that need not be here: sm_90, sm_100. Default: as is here.")
+    ] = None,
+    backend: BackendOption = None,
+) -> None:
     """Print the plan, and which backend would run every op and why."""
     with _one_line_errors():
         text = registry.explain(sizes.config(), sizes.ep_size, device=device, backend=backend)

@@ -27,7 +27,7 @@ from .planner import (
     stage_columns,
     symmetric_regions,
 )
-from .registry import default_device, resolve
+from .registry import LOCAL_BACKENDS, default_device, resolve
 from .symm import World
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def create_context(
         if refused is not None:
             raise refused
         prepared.append(_prepare(world, config, backend, name))
-        # Which kernel computes a rank's own weight gradients concerns no other rank.
-        backends = {op: name.replace("gluon", "triton") for op, name in prepared[0][1].backends.items()}
+        chosen = prepared[0][1].backends.items()
+        backends = {op: "triton" if name in LOCAL_BACKENDS else name for op, name in chosen}
         return asdict(config) | {"backend": backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
 
     try:

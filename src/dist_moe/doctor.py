@@ -3,7 +3,9 @@
 import os
 import platform
 import shutil
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -61,6 +63,26 @@ def _gpu(index: int) -> dict:
     }
 
 
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this package is in, with what was changed since; None for an installed one."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
+        describe = [*git, "describe", "--always", "--dirty", "--exclude", "*"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def _symmetric_memory() -> str:
     """Whether ranks on GPUs could share memory; the real proof is a context over two ranks."""
     if not torch.cuda.is_available():
@@ -91,7 +113,9 @@ def examine() -> dict:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {package: _version(package) for package in PACKAGES},
+        "commit": _commit(),
         "cuda": torch.version.cuda,
+        "driver": _driver(),
         "triton_interpret": os.environ.get("TRITON_INTERPRET"),
         "shared_memory": {"folder": str(SHARED_MEMORY_DIR), "free_bytes": shared.free if shared else 0},
         "cpu": {
@@ -120,6 +144,8 @@ def describe(found: dict) -> str:
     """The findings in words, one line each."""
     lines = [f"Python {found['python']} on {found['machine']}, {found['cpu']['cores']} cores"]
     lines += [f"{package}: {version or 'not installed'}" for package, version in found["packages"].items()]
+    lines.append(f"commit: {found['commit'] or 'not a checkout'}")
+    lines.append(f"CUDA of torch: {found['cuda'] or 'none'}, driver: {found['driver'] or 'none'}")
     free = found["shared_memory"]["free_bytes"] / 1024**3
     lines.append(f"shared memory between CPU processes: {found['shared_memory']['folder']}, {free:.1f} GiB free")
     lines += [f"CPU, backend {name}: {answer}" for name, answer in found["cpu"]["backends"].items()]

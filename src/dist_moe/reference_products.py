@@ -31,7 +31,7 @@ def _scale_bytes(bundle: Bundle, first_row: int, num_rows: int, cols: int) -> Te
     return bundle.scales.view(torch.uint8)[start : start + num_rows * cols].view(num_rows, cols)
 
 
-def _rows_operand(bundle: Bundle, rows: slice, format: Format) -> Tensor:
+def rows_operand(bundle: Bundle, rows: slice, format: Format) -> Tensor:
     """FP64 [rows, C] of an operand with blocks along its rows."""
     R, start = rows.stop - rows.start, int(bundle.start_1[0])
     codes = unpack_codes(bundle.values[start + rows.start : start + rows.stop], format)
@@ -40,7 +40,7 @@ def _rows_operand(bundle: Bundle, rows: slice, format: Format) -> Tensor:
     return _exact(codes, from_blocked(blocked, R, S)[0], format)
 
 
-def _columns_operand(bundle: Bundle, rows: slice, rows_end: int, format: Format) -> Tensor:
+def columns_operand(bundle: Bundle, rows: slice, rows_end: int, format: Format) -> Tensor:
     """FP64 [C, rows] of an operand with blocks along its columns."""
     start = int(bundle.start_1[0])
     codes = bundle.values.view(torch.uint8)[start + rows.start : start + rows.stop].T
@@ -65,7 +65,7 @@ def _scaled_rows(
     for e, rows in _segments(row_start_P, num_rows_L):
         codes = unpack_codes(w[e], format)
         weight = _exact((codes.T if dgrad else codes)[window], scales_LWS[e, window], format)
-        acc = (_rows_operand(a, rows, format) @ weight.T).float()
+        acc = (rows_operand(a, rows, format) @ weight.T).float()
         if format.two_level:
             outer_start = int(a.outer_inv_start_1[0])
             acc = acc * a.outer_inv[outer_start + rows.start : outer_start + rows.stop, None] * w_outer_inv[e]
@@ -146,5 +146,5 @@ def grouped_gemm_scaled_wgrad(
             if not accumulate:
                 out_LNK[e] = 0
             continue
-        grad_NK = (_columns_operand(dy, rows, rows_end, format) @ _columns_operand(x, rows, rows_end, format).T).float()
+        grad_NK = (columns_operand(dy, rows, rows_end, format) @ columns_operand(x, rows, rows_end, format).T).float()
         out_LNK[e] = (out_LNK[e].float() + grad_NK if accumulate else grad_NK).to(out_LNK.dtype)

@@ -1,12 +1,12 @@
 """Which implementation runs an op: one table op x backend x predicate, resolved once when a Context is made."""
 
+import functools
 import importlib
 import importlib.util
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -19,6 +19,8 @@ from .planner import dedup, output_columns, plan_memory
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
 GLUON_TRITONS = ("3.6", "3.7", "3.8", "3.9")
+CUTE_DSL = "4.8.1"  # the version that the kernels were compiled and emulated with
+DRIVER_GRANULARITY_BYTES = 2**21  # of mappings, where no driver can be asked
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Impl:
     backend: str
     where: str  # "module:function", imported when first chosen
     refuses: Callable[[Call], str | None]  # None: can run; otherwise the reason, in words
+    note: str = ""  # what whoever gets it should know
+    takes_kernel_config: bool = False  # of BlockScaledConfig, as an argument of its own
 
 
 def _too_old(package: str, found: str, needed: tuple[int, int]) -> str | None:
@@ -46,7 +50,7 @@ def _too_old(package: str, found: str, needed: tuple[int, int]) -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _triton_problem() -> str | None:
     """Why no Triton kernel can run in this process, whatever the device."""
     if importlib.util.find_spec("triton") is None:
@@ -83,12 +87,39 @@ def needs_hopper_and(format: Format) -> Callable[[Call], str | None]:
     def refuses(call: Call) -> str | None:
         if problem := needs_hopper(call):
             return problem
-        config = call.config
-        if config is None or config.block_scaled is None or config.block_scaled.format != format.name:
-            return f"written for {format.name}"
-        if output_columns(config) % SCALE_ATOM[0] and output_columns(config) != config.hidden_dim:
-            return f"written for outputs in windows of whole {SCALE_ATOM[0]} columns"
-        return None
+        return _not_written_for(call.config, format)
+
+    return refuses
+
+
+def _not_written_for(config: Config | None, *formats: Format) -> str | None:
+    names = [format.name for format in formats]
+    if config is None or config.block_scaled is None or config.block_scaled.format not in names:
+        return f"written for {' and '.join(names)}"
+    if output_columns(config) % SCALE_ATOM[0] and output_columns(config) != config.hidden_dim:
+        return f"written for outputs in windows of whole {SCALE_ATOM[0]} columns"
+    return None
+
+
+def _cute_problem() -> str | None:
+    """Why no CuTe DSL kernel can be compiled in this process, whatever the device."""
+    try:
+        found = metadata.version("nvidia-cutlass-dsl")
+    except metadata.PackageNotFoundError:
+        return "nvidia-cutlass-dsl is not installed: pip install 'dist-moe-triton[cute]'"
+    return None if found == CUTE_DSL else f"the CuTe DSL changes between versions; tried on {CUTE_DSL}, found {found}"
+
+
+def needs_blackwell_and(product: str, *formats: Format) -> Callable[[Call], str | None]:
+    """Of a product, by its name in kernels_cute.tiles, that is written for these formats."""
+
+    def refuses(call: Call) -> str | None:
+        if call.device.type != "cuda" or call.compute_capability[0] != 10:
+            return "written for the tensor cores of compute capability 10.x"
+        if problem := _cute_problem() or _not_written_for(call.config, *formats):
+            return problem
+        tiles = importlib.import_module(f"{__package__}.kernels_cute.tiles")
+        return tiles.refuses(product, call.config)
 
     return refuses
 
@@ -139,6 +170,7 @@ _INFERENCE_ONLY = {"pack_rows", "dispatch_packed"}
 _TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
 _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES
+_NOT_EXECUTED = "compiled and emulated, not executed on hardware"
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
     *(
@@ -150,23 +182,44 @@ IMPLS = (
             ("grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper", MXFP8_E4M3),
         )
     ),
+    *(
+        Impl(op, "cute", f"dist_moe.kernels_cute.grouped_gemm:{op}", needs_blackwell_and(*of), _NOT_EXECUTED, True)
+        for op, of in (
+            ("grouped_gemm_scaled", ("forward", MXFP8_E4M3, NVFP4)),
+            ("grouped_gemm_scaled_dgrad", ("dgrad", MXFP8_E4M3)),
+            ("grouped_gemm_scaled_wgrad", ("wgrad", MXFP8_E4M3)),
+        )
+    ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),
 )
 OPS = tuple(_TRITON_FILES)  # those that a bf16 Context resolves
 FORMAT_OPS = tuple(_FORMAT_FILES)
 BACKENDS = ("triton", "reference")  # those that have every op can be named
+LOCAL_BACKENDS = ("gluon", "cute")  # of a rank's own products: they concern no other rank
 
 
-def call_of(device: torch.device, backend: str | None, config: Config | None = None) -> Call:
-    """The metadata that decides on a device; starts CUDA only for a CUDA device."""
+def call_of(device: torch.device | str, backend: str | None, config: Config | None = None) -> Call:
+    """The metadata that decides on a device; starts CUDA only for a CUDA device of this machine.
+
+    Args:    device: one of this machine, or a GPU that need not be there by its compute capability, as "sm_100".
+    """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
             f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}, or None for the best that runs"
         )
+    if described := _capability(device):
+        return Call(torch.device("cuda"), described, False, backend is not None, config)
+    device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     return Call(device, capability, interpreting, backend is not None, config)
+
+
+def _capability(device: torch.device | str | None) -> tuple[int, int] | None:
+    """Of a GPU that is described as "sm_100"; None for any other device."""
+    match = re.fullmatch(r"sm_(\d+)(\d)", device) if isinstance(device, str) else None
+    return match and (int(match[1]), int(match[2]))
 
 
 def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[str]]:
@@ -189,10 +242,12 @@ def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[
     raise RuntimeError(f"{op} cannot run on {call.device} with {asked}:\n  " + "\n  ".join(reasons))
 
 
-def function(impl: Impl) -> Callable:
-    """What the row names; its module is imported now."""
+def function(impl: Impl, config: Config | None = None) -> Callable:
+    """What the row names, with the kernel configuration of the Config if it takes one; its module is imported now."""
     module, name = impl.where.split(":")
-    return getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name)
+    asked = config.block_scaled.kernel_config if config is not None and config.block_scaled is not None else None
+    return functools.partial(found, kernel_config=asked) if impl.takes_kernel_config and asked is not None else found
 
 
 def ops_of(config: Config) -> tuple[str, ...]:
@@ -216,7 +271,7 @@ def resolve(device: torch.device, backend: str | None = None, config: Config | N
     ops, backends = {}, {}
     for op in OPS if config is None else ops_of(config):
         impl, _ = choose(op, call, backend)
-        ops[op] = function(impl)
+        ops[op] = function(impl, config)
         backends[op] = impl.backend
     return SimpleNamespace(**ops, backends=backends)
 
@@ -241,28 +296,35 @@ def explain(
 ) -> str:
     """What would run for this Config on `ep_size` ranks and what it would allocate, in words. Not collective.
 
-    Args:    device: default the current GPU, else the CPU.  backend: as in create_context.
+    Args:    device: default the current GPU, else the CPU; "sm_100" and its like: GPUs of that compute capability, on a
+             machine that need not have one, with the packages of this machine.
+             backend: as in create_context.
     Raises:  ValueError, TypeError as plan_memory; RuntimeError as create_context when no backend runs.
     """
-    device = default_device(device)
+    if _capability(device):
+        where, plan_for = device, {"vmm_granularity_bytes": DRIVER_GRANULARITY_BYTES}
+    else:
+        where = device = default_device(device)
+        plan_for = {"device": device}
     call = call_of(device, backend, config)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
     obstacle = None
     try:
-        plan = plan_memory(config, ep_size, device=device)
+        plan = plan_memory(config, ep_size, **plan_for)
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
         plan, obstacle = plan_memory(config, ep_size), str(error)
     lines = [plan.explain(), f"exchange: {scheme}"]
     if obstacle:
-        return "\n".join([*lines, f"ops on {device}: none, {obstacle}"])
+        return "\n".join([*lines, f"ops on {where}: none, {obstacle}"])
     if config.block_scaled is not None:
         hint = "" if config.block_scaled.pipeline == "staged" else ", asked for mega: same numbers"
         lines.append(f"block-scaled: {config.block_scaled.format}, pipeline staged{hint}")
-    lines.append(f"ops on {device}:")
+    lines.append(f"ops on {where}:")
     ops_by_answer: dict[str, list[str]] = {}
     for op in ops_of(config):
         impl, reasons = choose(op, call, backend)
-        how = impl.backend + (" (interpreted)" if impl.backend == "triton" and call.interpreting else "")
-        ops_by_answer.setdefault("; not ".join([how, *reasons]), []).append(op)
+        note = "interpreted" if impl.backend == "triton" and call.interpreting else impl.note
+        how = impl.backend + (f" ({note})" if note else "")
+        ops_by_answer.setdefault("; not ".join([how, *dict.fromkeys(reasons)]), []).append(op)
     lines += [f"  {answer}\n    {', '.join(ops)}" for answer, ops in ops_by_answer.items()]
     return "\n".join(lines)

@@ -46,3 +46,10 @@ class RoutePlan:
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__dataclass_fields__]
+
+    def counted(self) -> dict[str, Tensor]:
+        """The tables by name, up to the rows and pairs that they count; reads the device."""
+        num_rows, num_routes, num_pairs = (int(n[-1]) for n in (self.row_start_P, self.num_routes_1, self.num_pairs_1))
+        ends = {"row_to_slot_R": num_rows, "pair_rows_R": num_routes}
+        ends |= {"pair_start_R": num_pairs, "pair_output_R": num_pairs}
+        return {name: getattr(self, name)[: ends.get(name)] for name in self.__dataclass_fields__}

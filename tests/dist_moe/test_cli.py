@@ -33,7 +33,7 @@ def run(monkeypatch, capsys):
 def test_without_arguments_it_prints_help(run):
     code, out, _ = run()
     assert code == 0
-    assert all(command in out for command in ("demo", "plan", "explain"))
+    assert all(command in out for command in ("demo", "plan", "explain", "check"))
 
 
 def test_it_runs_as_a_module():
@@ -144,6 +144,8 @@ def test_plan_and_explain_take_the_same_sizes(run):
 def test_explain_prints_what_would_run(run):
     code, out, _ = run("explain", *SHAPE, "--device", "cpu", "--backend", "reference")
     assert code == 0 and out == dist_moe.explain(CONFIG, 2, device="cpu", backend="reference") + "\n"
+    code, out, _ = run("explain", *SHAPE, "--device", "sm_100")
+    assert code == 0 and out == dist_moe.explain(CONFIG, 2, device="sm_100") + "\n"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,7 @@ def test_explain_prints_what_would_run(run):
         (["plan", *SHAPE, "--skews", "1;2"], "--skews must be numbers with commas between them, got '1;2'"),
         (["plan", *SHAPE, "--skews", "0.5"], "at least 1, got 0.5"),
         (["plan", *SHAPE, "--png", "no/such/folder/plan.png"], "the folder of --png"),
+        (["check", "--json", "no/such/folder/check.json"], "the folder of --json"),
         (["demo", "--ranks", "5"], "--ranks must be 1 to 4, got 5"),
         (["demo", "--seconds", "0", "--precision", "mxfp8"], "--seconds must be positive"),
         (["demo", "--steps", "1"], "--steps must be at least 2"),

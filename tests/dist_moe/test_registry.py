@@ -3,13 +3,15 @@
 import importlib
 import inspect
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
 
-from dist_moe import BlockScaledConfig, Config, explain, reference
+from dist_moe import BlockScaledConfig, BlockScaledKernelConfig, Config, VmmConfig, explain, reference, registry
 from dist_moe.registry import (
     BACKENDS,
+    CUTE_DSL,
     FORMAT_OPS,
     IMPLS,
     OPS,
@@ -81,12 +83,97 @@ def test_products_of_formats_on_hopper_run_in_gluon_where_it_is_written_for_them
     impl, reasons = choose(op, Call(CUDA, (9, 0), False, False, config))
     assert impl.where == f"dist_moe.kernels_triton.{file}:{op}"
     assert any("windows of whole 128" in reason for reason in reasons) == (config is NARROW)
-    assert choose(op, Call(CUDA, (10, 0), False, False, config))[0].backend == "triton"
     assert choose(op, Call(CUDA, (9, 0), False, True, config), "triton")[0].backend == "triton"
+
+
+# On Blackwell
+
+ON_BLACKWELL = [
+    (SCALED, "grouped_gemm_scaled"),
+    (SCALED, "grouped_gemm_scaled_dgrad"),
+    (SCALED, "grouped_gemm_scaled_wgrad"),
+    (SERVING, "grouped_gemm_scaled"),
+]
+TILE = BlockScaledKernelConfig(1, 128, 128, 128, 4, 1, 2, 1, 32, False, False, 1, num_warps=6, static_scheduler=True)
+
+
+@pytest.fixture
+def tried_dsl(monkeypatch):
+    """The CuTe DSL of this machine, if any, counts as the one that was tried."""
+    installed = metadata.version
+    monkeypatch.setattr(
+        registry.metadata, "version", lambda name: CUTE_DSL if name == "nvidia-cutlass-dsl" else installed(name)
+    )
+
+
+@pytest.mark.parametrize("config, op", ON_BLACKWELL)
+def test_products_of_formats_on_blackwell_run_in_the_cute_dsl(config, op, tried_dsl):
+    blackwell = Call(CUDA, (10, 0), False, False, config)
+    impl, reasons = choose(op, blackwell)
+    assert impl.where == f"dist_moe.kernels_cute.grouped_gemm:{op}" and all("9.x" in reason for reason in reasons)
+    assert "not executed on hardware" in impl.note
+    assert choose(op, replace(blackwell, by_name=True), "triton")[0].backend == "triton"
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (NARROW, "windows of whole 128"),
+        (None, "written for mxfp8_e4m3 and nvfp4"),
+        (CONFIG, "written for mxfp8_e4m3 and nvfp4"),
+        (replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=TILE)), None),
+        (replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=replace(TILE, num_ctas=2))), "num_ctas"),
+    ],
+    ids=["narrow", "no Context", "bf16", "a tile that is built", "a tile that is not"],
+)
+def test_what_the_cute_dsl_does_not_take_runs_in_triton_and_says_why(config, reason, tried_dsl):
+    impl, reasons = choose("grouped_gemm_scaled", Call(CUDA, (10, 0), False, False, config))
+    assert impl.backend == ("triton" if reason else "cute")
+    assert reason is None or any(text.startswith("cute: ") and reason in text for text in reasons)
+
+
+@pytest.mark.cute
+def test_a_kernel_configuration_reaches_the_product_that_takes_it(tried_dsl):
+    asked = replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=TILE))
+    for config, capability, wanted in ((asked, (10, 0), TILE), (SCALED, (10, 0), None), (asked, (9, 0), None)):
+        impl, _ = choose("grouped_gemm_scaled", Call(CUDA, capability, False, False, config))
+        found = function(impl, config)
+        assert getattr(found, "keywords", {}) == ({} if wanted is None else {"kernel_config": wanted})
+    for op in (op for config, op in ON_BLACKWELL if config is SCALED):
+        impl = next(impl for impl in IMPLS if (impl.op, impl.backend) == (op, "cute"))
+        assert "kernel_config" in inspect.signature(function(impl)).parameters
+
+
+@pytest.mark.parametrize("found", [None, "4.7.0"])
+def test_another_cute_dsl_is_a_reason(monkeypatch, found):
+    def version(name):
+        if name == "nvidia-cutlass-dsl" and found is None:
+            raise metadata.PackageNotFoundError
+        return found if name == "nvidia-cutlass-dsl" else installed(name)
+
+    installed = metadata.version
+    monkeypatch.setattr(registry.metadata, "version", version)
+    impl, reasons = choose("grouped_gemm_scaled", Call(CUDA, (10, 0), False, False, SCALED))
+    wanted = f"tried on {CUTE_DSL}, found {found}" if found else "pip install 'dist-moe-triton[cute]'"
+    assert impl.backend == "triton" and any(wanted in reason for reason in reasons)
+
+
+def test_explain_takes_a_gpu_that_is_not_here(monkeypatch, tried_dsl):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
+    text = explain(SCALED, 2, device="sm_100")
+    assert "ops on sm_100:\n  triton\n    publish" in text
+    assert "cute (compiled and emulated, not executed on hardware); not gluon" in text
+    assert "interpreted" not in text  # which is a matter of this process
+    assert "  gluon\n" in explain(SCALED, 2, device="sm_90")
+    assert "mapping granularity" in explain(replace(CONFIG, vmm=VmmConfig()), 2, device="sm_100")
+    with pytest.raises(RuntimeError, match=r"Hopper\) are not supported, found 8.9"):
+        explain(SCALED, 2, device="sm_89")
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")
 def test_every_row_names_a_function_that_takes_the_arguments_of_the_oracle(impl):
+    if impl.backend == "cute" and (problem := registry._cute_problem()):
+        pytest.skip(problem)
     module, function = impl.where.split(":")
     found = inspect.signature(getattr(importlib.import_module(module), function)).parameters
     wanted = inspect.signature(getattr(reference, impl.op)).parameters
@@ -118,8 +205,6 @@ def test_no_triton_is_a_reason(monkeypatch):
 
 
 def test_an_old_triton_is_a_reason_that_names_found_and_needed(monkeypatch):
-    from dist_moe import registry
-
     monkeypatch.setattr(registry.metadata, "version", lambda name: "3.5.1")
     registry._triton_problem.cache_clear()
     assert "3.5.1" in needs_triton(call(interpreting=True)) and "3.6" in needs_triton(call(interpreting=True))

@@ -58,9 +58,7 @@ class Ranks:
 
 def counted(plan: RoutePlan) -> dict[str, list[int]]:
     """The tables up to the rows and pairs that they count, as lists."""
-    num_rows, num_routes, num_pairs = (int(n) for n in (plan.row_start_P[-1], plan.num_routes_1, plan.num_pairs_1))
-    ends = {"row_to_slot_R": num_rows, "pair_rows_R": num_routes, "pair_start_R": num_pairs, "pair_output_R": num_pairs}
-    return {name: getattr(plan, name)[: ends.get(name)].tolist() for name in plan.__dataclass_fields__}
+    return {name: table.tolist() for name, table in plan.counted().items()}
 
 
 def check_rules(ranks: Ranks) -> None:
