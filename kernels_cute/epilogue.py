@@ -7,12 +7,13 @@ are.
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, pipeline
-from cutlass._mlir.dialects import llvm, nvvm
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from dist_moe.formats import E8M0_BIAS, E8M0_NAN, SCALE_ATOM
 
+from .tensor_memory import accumulator_at, after_signal, reads_done
 from .tiles import ATOM_BYTES, BLOCK_M, SUBTILE, Product, Tile
 from .walk import Walk, word
 
@@ -27,19 +28,6 @@ def rounded_reciprocal(x, *, loc=None, ip=None):
     operands = [Float32(x).ir_value(loc=loc, ip=ip)]
     options = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
     return Float32(llvm.inline_asm(T.f32(), operands, "rcp.rn.f32 $0, $1;", "=f,f", **options, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def reads_done(*, loc=None, ip=None):
-    """What this thread read of tensor memory is in its registers, and comes before what it signals next."""
-    cute.arch.fence_view_async_tmem_load(loc=loc, ip=ip)
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def after_signal(*, loc=None, ip=None):
-    """What follows in tensor memory comes after the signal that was waited for."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
 def flat(registers):
@@ -88,7 +76,7 @@ class Epilogue:
             outer_of_row, atom_word = outer[0], Uint32(0)
             if const_expr(self.product.format.two_level):
                 outer_of_row = outer[0] + (word(outer[1]) + row_start + row)
-            copy, pieces = self.reader(layout, base + turn * self.tile.accumulator_shift, thread)
+            copy, pieces = self.reader(layout, accumulator_at(base, turn, self.tile), thread)
             sums = self.registers(copy, thread)
             for i in cutlass.range(self.pieces, unroll=1):
                 piece = i if turn == 1 else self.pieces - 1 - i

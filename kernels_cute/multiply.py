@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dist_moe.formats import SCALE_ATOM
 
-from .epilogue import after_signal
+from .tensor_memory import accumulator_at, after_signal
 from .tiles import Product, Tile
 from .walk import Walk
 
@@ -59,9 +59,10 @@ class Multiply:
             if depth > 0:
                 turns.producer_acquire(turn_state)
                 after_signal()
-                sums = cute.make_tensor(base + turn * self.tile.accumulator_shift, self.accumulator(mma))
-                first = row % SCALE_ATOM[0] // LANES if const_expr(self.tile.swap_ab) else 0  # rows may begin inside atoms
-                ns_here = self.scales_at(ns_base + first, ns_layout)
+                sums = cute.make_tensor(accumulator_at(base, turn, self.tile), self.accumulator(mma))
+                # A narrow tile of rows may begin inside its atoms.
+                inside = row % SCALE_ATOM[0] // LANES if const_expr(self.tile.swap_ab) else 0
+                ns_here = self.scales_at(ns_base + inside, ns_layout)
                 for k in cutlass.range(cute.ceil_div(depth, self.tile.block_k), unroll=self.tile.unroll):
                     ring.consumer_wait(state)
                     stage = (None, None, None, None, state.index)
@@ -70,8 +71,8 @@ class Multiply:
                     for i in cutlass.range_constexpr(STEPS):
                         if k * self.tile.block_k + i * self.tile.instruction_k < depth:
                             mma.set(tcgen05.Field.ACCUMULATE, k + i != 0)
-                            values_at, scales_at = (None, None, i, state.index), (None, None, i)
-                            cute.gemm(mma, sums, [m[values_at], ms[scales_at]], [n[values_at], ns_here[scales_at]], sums)
+                            part, scale = (None, None, i, state.index), (None, None, i)
+                            cute.gemm(mma, sums, [m[part], ms[scale]], [n[part], ns_here[scale]], sums)
                     ring.consumer_release(state)
                     state.advance()
                 turns.producer_commit(turn_state)

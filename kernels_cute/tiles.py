@@ -136,10 +136,13 @@ class Tile:
     def out_columns(self) -> int:
         return self.block_m if self.swap_ab else self.block_n
 
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}{' swapped' if self.swap_ab else ''}, {self.stages} stages"
+
     @property
     def name(self) -> str:
         """Part of a C identifier."""
-        return f"{self.block_m}x{self.block_n}{'_swapped' if self.swap_ab else ''}_{self.stages}_stages"
+        return str(self).replace(",", "").replace(" ", "_")
 
 
 def widths(op: str, swap_ab: bool) -> tuple[int, ...]:
@@ -147,7 +150,7 @@ def widths(op: str, swap_ab: bool) -> tuple[int, ...]:
     if op == "swiglu":
         return () if swap_ab else (256,)
     if swap_ab:
-        return () if op == "wgrad" else (32, 64, 128)
+        return () if op == "wgrad" else (64, 128)
     return (128, 256)
 
 
@@ -158,17 +161,17 @@ def pick(op: str, format: Format, rows_per_expert: int | None = None) -> Tile:
     widest tile, which loads the fewest bytes for a product. Not measured: no sm_100 has run it.
     """
     assert op in OPS, op
-    many = rows_per_expert is None
-    if op in ("forward", "dgrad") and not many and rows_per_expert <= 64:
-        return Tile(format, 32 if rows_per_expert <= 32 else 64, swap_ab=True)
-    if op in ("forward", "dgrad") and not many and rows_per_expert <= 256:
+    few = rows_per_expert is not None and op in ("forward", "dgrad")
+    if few and rows_per_expert <= 64:
+        return Tile(format, 64, swap_ab=True)
+    if few and rows_per_expert <= 256:
         return Tile(format, 128)
     return Tile(format, 256)
 
 
 def picked(product: Product) -> list[Tile]:
     """Every tile that pick can give a product."""
-    regimes = (1, 64, 256, None)
+    regimes = (64, 256, None)
     return list(dict.fromkeys(pick(product.op, product.format, rows) for rows in regimes))
 
 

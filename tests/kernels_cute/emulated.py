@@ -15,8 +15,10 @@ def product_of(problem: Problem, **flags) -> Product:
     return Product(problem.op, problem.format, bits, problem.accumulate, **flags)
 
 
-def launch_of(problem: Problem, product: Product, tile: Tile, programs: int) -> tuple[sm100.Launch, sm100.GlobalMemory]:
-    """The launch that the host code makes, and the memory it may touch."""
+def launch_of(
+    problem: Problem, product: Product, tile: Tile, programs: int, build=build
+) -> tuple[sm100.Launch, sm100.GlobalMemory]:
+    """The launch that the host code makes, and the memory it may touch. build: the module, or a mutant's."""
     memory = sm100.GlobalMemory()
     for name, tensor in problem.tensors.items():
         memory.add(tensor.view(torch.uint8).numpy(), name)

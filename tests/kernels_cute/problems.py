@@ -1,10 +1,11 @@
 """Small problems for the sm_100 products: operands inside larger, spoiled buffers, and what the oracle makes of them.
 
 Exact operands are small integers under scales that are powers of two: every order of adding them up gives the same
-FP32 sum, so that results have to be equal bit for bit. Every block of scales has its own pattern, and experts lie
-2^20 apart, so that a scale from a wrong place shows.
+FP32 sum, so that results have to be equal bit for bit. Scales are drawn one by one, and those of neighbouring experts
+lie 2^20 apart, so that a scale from a wrong place shows.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +16,14 @@ from dist_moe.formats import E8M0_BIAS, PADDING_SCALE, Format, padded_scales
 from dist_moe.kernels_cute import grouped_gemm
 from dist_moe.quantized import Bundle, QuantizedWeights
 from dist_moe.reference_formats import (
+    decode,
+    from_blocked,
     quantize_columns,
     quantize_rows,
     quantize_weights,
+    scale_values,
     to_blocked,
+    unpack_codes,
 )
 from dist_moe.reference_memory import put_rows
 from dist_moe.shapes import Activation, align
@@ -41,7 +46,7 @@ def aligned(part: Tensor) -> Tensor:
 
 def inside(part: Tensor, first: int, fill: int, after: int) -> Tensor:
     """A buffer of bad bytes with `part` from element `first` on and `after` more behind it."""
-    row = part[0].numel() * part.element_size() if part.dim() > 1 else part.element_size()
+    row = math.prod(part.shape[1:]) * part.element_size()
     storage = torch.full(((first + len(part) + after) * row,), fill, dtype=torch.uint8)
     storage[first * row : (first + len(part)) * row] = part.contiguous().view(torch.uint8).flatten()
     return aligned(storage.view(part.dtype).view(-1, *part.shape[1:]))
@@ -88,22 +93,21 @@ class Problem:
     def _integers(self, *shape: int) -> Tensor:
         return torch.randint(-3, 4, shape, generator=self.generator).float()
 
-    def _exponents(self, rows: int, cols: int, step: int) -> Tensor:
-        """0 .. 3, in a pattern that neighbours do not share."""
-        row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
-        return (row // 32 * 5 + row * step + col * 3 + col // 4) % 4
+    def _exponents(self, *shape: int) -> Tensor:
+        return torch.randint(0, 4, shape, generator=self.generator)
 
     def _codes(self, exponents: Tensor) -> Tensor:
-        """Scale codes (uint8) of powers of two."""
+        """Scale codes (uint8) of powers of two; for SwiGLU such that sigmoids are neither 0 nor 1."""
+        exponents = exponents - (5 if self.op == "swiglu" else 2)
         if self.format.two_level:
-            return torch.exp2(exponents.float() - 2).to(self.format.scale_dtype).view(torch.uint8)
-        return (exponents + E8M0_BIAS - 2).to(torch.uint8)
+            return torch.exp2(exponents.float()).to(self.format.scale_dtype).view(torch.uint8)
+        return (exponents + E8M0_BIAS).to(torch.uint8)
 
-    def _expert_exponents(self, shape: tuple[int, int], step: int) -> Tensor:
-        """Of weights [L, ...]; E8M0 scales of neighbouring experts lie 2^20 apart."""
-        each = self._exponents(*shape, step).expand(len(self.rows), -1, -1)
-        far = 0 if self.format.two_level else EXPERT_EXPONENT
-        return each + far * (torch.arange(len(self.rows)) % 2)[:, None, None]
+    def _expert_exponents(self, rows: int, cols: int) -> Tensor:
+        """Of weights [L, rows, cols]; E8M0 scales of neighbouring experts lie 2^20 apart."""
+        far = 0 if self.format.two_level or self.op == "swiglu" else EXPERT_EXPONENT
+        L = len(self.rows)
+        return self._exponents(L, rows, cols) + far * (torch.arange(L) % 2)[:, None, None]
 
     def _values(self, v: Tensor) -> Tensor:
         """Small integers as values of the format: quantised with scales of 1."""
@@ -115,7 +119,7 @@ class Problem:
     def _rows_operand(self, C: int) -> Bundle:
         B = self.format.block
         if self.exact:
-            values, codes = self._values(self._integers(self.R, C)), self._codes(self._exponents(self.R, C // B, 1))
+            values, codes = self._values(self._integers(self.R, C)), self._codes(self._exponents(self.R, C // B))
             outer = torch.exp2(self._integers(self.R)) * 1.1
             scales = to_blocked(codes[None]).view(self.format.scale_dtype)
         else:
@@ -132,12 +136,12 @@ class Problem:
         unreal = (~self.real_R)[None, :, None].expand(1, self.R, shape[1]).to(torch.uint8)
         return to_blocked(unreal).view(shape) == 1
 
-    def _columns_operand(self, C: int, step: int) -> Bundle:
+    def _columns_operand(self, C: int) -> Bundle:
         end, B = int(self.row_start_P[-1]), self.format.block
         if self.exact:
             values = self._integers(end, C) * self.real_R[:end, None]
             natural = torch.full(padded_scales(C, end // B), PADDING_SCALE, dtype=torch.uint8)
-            natural[:C, : end // B] = self._codes(self._exponents(C, end // B, step))
+            natural[:C, : end // B] = self._codes(self._exponents(C, end // B))
             values, scales = values.to(self.format.value_dtype), to_blocked(natural[None]).view(self.format.scale_dtype)
         else:
             tables = {"row_start_P": self.row_start_P, "num_rows_L": self.num_rows_L}
@@ -156,7 +160,7 @@ class Problem:
         if not self.exact:
             found = quantize_weights(self._random(L, N, K), format=self.format, square=square)
         else:
-            scales = [self._expert_exponents((N, K // B), 2), self._expert_exponents((K, N // B), 3)]
+            scales = [self._expert_exponents(N, K // B), self._expert_exponents(K, N // B)]
             scales = [to_blocked(self._codes(s)).view(self.format.scale_dtype) for s in scales]
             values = self._values(self._integers(L, N, K))
             outer = torch.exp2(self._integers(L)) * 1.3
@@ -177,7 +181,7 @@ class Problem:
         width = align(self.columns[1], 128) if self.columns else width
         self.outs = {"out": self._buffer(width)}
         scales = w.transposed_scales if dgrad else w.scales
-        operands, tables = (a, w.values, scales), (first, self.row_start_P, self.num_rows_L)
+        operands, tables, self.parts = (a, w.values, scales), (first, self.row_start_P, self.num_rows_L), (a, w)
         name = "grouped_gemm_scaled_dgrad" if dgrad else "grouped_gemm_scaled"
         options = {"format": self.format, "stop_1": self.stop_1}
         more = {} if dgrad else {"columns": self.columns}
@@ -189,7 +193,8 @@ class Problem:
         self.oracle = lambda outs: getattr(reference_products, name)(*operands, outs["out"], *tables, **options, **more)
 
     def _make_wgrad(self):
-        dy, x = self._columns_operand(self.N, 1), self._columns_operand(self.K, 2)
+        dy, x = self._columns_operand(self.N), self._columns_operand(self.K)
+        self.parts = dy, x
         out = self._integers(len(self.rows), self.N, self.K).to(self.out_dtype)
         self.outs = {"out": aligned(out)}
         tables, options = (self.row_start_P, self.num_rows_L), {"format": self.format, "stop_1": self.stop_1}
@@ -201,6 +206,7 @@ class Problem:
     def _make_swiglu(self):
         F, K = self.N // 2, self.K
         w, a = self._weights(self.N, K), self._rows_operand(K)
+        self.parts = a, w
         empty = torch.full((self.R, F), 0x55, dtype=torch.uint8).view(self.format.value_dtype)
         scales = torch.full(padded_scales(self.R, F // self.format.block), 0x55, dtype=torch.uint8)
         h2 = self._placed(empty, scales.flatten().view(self.format.scale_dtype))
@@ -232,6 +238,36 @@ class Problem:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
             slope = self.activation.alpha * gate
         return gate * (1.0 / (1.0 + torch.exp2(-slope * LOG2_E))) * up
+
+    def sums(self) -> Tensor:
+        """What `out` would hold without its last rounding, in FP64; NaN where nothing is written."""
+        ends, columns = int(self.row_start_P[-1]), self.columns or (0, None)
+        out = self.outs["out"]
+        found = torch.full(out.shape, float("nan"), dtype=torch.float64)
+        for e, (start, count) in enumerate(zip(self.row_start_P.tolist(), self.rows, strict=False)):
+            rows = slice(start, start + count)
+            if self.op == "wgrad":
+                dy, x = (reference_products.columns_operand(part, rows, ends, self.format) for part in self.parts)
+                found[e] = dy @ x.T + (out[e].double() if self.accumulate else 0)
+                continue
+            a, w = self.parts
+            sums = reference_products.rows_operand(a, rows, self.format) @ self._weight(w, e).T
+            if self.format.two_level:
+                outer = a.outer_inv[int(a.outer_inv_start_1[0]) :][rows].double()
+                sums = sums * outer[:, None] * w.outer_inv_G[e].double()
+            sums = sums[:, columns[0] :][:, : columns[1]]
+            found[2 + start : 2 + start + count, : sums.shape[1]] = sums
+        return found
+
+    def _weight(self, w: QuantizedWeights, e: int) -> Tensor:
+        """FP64 [columns of the result, contraction] of one expert."""
+        dgrad, block = self.op == "dgrad", self.format.block
+        codes, scales = unpack_codes(w.values[e], self.format), w.transposed_scales if dgrad else w.scales
+        codes = codes.T if dgrad else codes
+        natural = from_blocked(scales.view(torch.uint8), len(codes), codes.shape[1] // block, len(self.rows))[e]
+        return decode(codes, self.format).double() * scale_values(natural, self.format).double().repeat_interleave(
+            block, dim=1
+        )
 
     def expected(self) -> dict[str, Tensor]:
         """What the results' buffers hold in the end, made before anything ran."""

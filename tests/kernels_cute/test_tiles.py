@@ -34,7 +34,7 @@ def test_what_a_stage_holds():
     assert mxfp8.stage_bytes == 384 * 128 + 3 * 512 and nvfp4.stage_bytes == 384 * 128 + 3 * 2048
     assert mxfp8.scale_columns == (4, 8) and nvfp4.scale_columns == (16, 32)
     assert (mxfp8.overlap, nvfp4.overlap) == (32, 64)
-    assert Tile(NVFP4, 32, swap_ab=True).stage_bytes == 160 * 128 + 2 * 2048
+    assert Tile(NVFP4, 64, swap_ab=True).stage_bytes == 192 * 128 + 2 * 2048
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
@@ -46,11 +46,10 @@ def test_every_tile_that_is_picked_is_built(op, format):
 
 
 def test_few_rows_take_the_narrow_side():
-    rows = {n: tiles.pick("forward", MXFP8_E4M3, n) for n in (1, 32, 33, 64, 65, 256, 257, None)}
-    assert [(t.swap_ab, t.out_rows) for t in rows.values()] == [
-        (True, 32), (True, 32), (True, 64), (True, 64), (False, 128), (False, 128), (False, 128), (False, 128)
-    ]  # fmt: skip
-    assert rows[None].block_n == rows[257].block_n == 256 and rows[256].block_n == 128
+    tile = {n: tiles.pick("forward", MXFP8_E4M3, n) for n in (1, 64, 65, 256, 257, None)}
+    assert [tile[n].swap_ab for n in tile] == [True, True, False, False, False, False]
+    assert tile[1].out_rows == 64 and tile[1].out_columns == 128
+    assert tile[256].block_n == 128 and tile[257].block_n == tile[None].block_n == 256
     assert not tiles.pick("wgrad", MXFP8_E4M3, 1).swap_ab
 
 
