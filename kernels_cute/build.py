@@ -24,7 +24,7 @@ from .grouped_gemm_kernel import GroupedGemm  # noqa: E402
 from .tiles import Product, Tile  # noqa: E402
 
 WORD_BYTES = {Int32: 4, Int64: 8, Float32: 4}
-ALIGNMENT = 128  # bytes; of buffers, so that 32 values are stored in whole accesses
+ALIGNMENT = 64  # bytes; of buffers: 32 bf16 values, and more than TMA wants
 ANYWHERE = 4096  # an address that is never read
 
 

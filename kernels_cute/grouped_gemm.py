@@ -18,6 +18,7 @@ from . import build
 from .tiles import Product, Tile, pick, tile_of
 
 UNIT = SCALE_ATOM[0]  # bytes; of scales, what their places are multiples of
+BUFFERS = {"x_values", "x_scales", "w_values", "w_scales", "out", "h2_values", "h2_scales"}  # not words
 ALPHA, LIMIT = 1.0, float("inf")  # of an activation that is not clamped: not read
 
 
@@ -191,14 +192,14 @@ def _rows_operand(a: Bundle) -> dict:
 
 
 def addresses(given: dict) -> dict:
-    """With each tensor as its address. Raises ValueError for a buffer that does not begin at a multiple of 128."""
+    """With each tensor as its address. Raises ValueError for a buffer that does not begin at a multiple of 64."""
     found = {}
     for name, value in given.items():
         if not isinstance(value, Tensor):
             found[name] = 0 if value is None else value
             continue
         found[name] = value.data_ptr()
-        if value.dtype not in (torch.int32, torch.int64, torch.float32) and found[name] % build.ALIGNMENT:
+        if name in BUFFERS and found[name] % build.ALIGNMENT:
             raise ValueError(f"{name} must begin at a multiple of {build.ALIGNMENT} bytes, got {found[name]:#x}")
     return found
 

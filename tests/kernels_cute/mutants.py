@@ -29,7 +29,6 @@ class Mutant:
     block_n: int = 128
     swap_ab: bool = False
     format: Format = MXFP8_E4M3
-    N: int = 288
     steps: int = 5  # of the contraction; one lets the multiplications run ahead of the epilogue
 
     def build(self, folder: Path):
@@ -89,7 +88,6 @@ MUTANTS = [
         "i == 0:",
         format=NVFP4,
         block_n=256,
-        N=1280,
         steps=1,
     ),
     Mutant(
@@ -117,7 +115,7 @@ MUTANTS = [
         "stage = (None, None, None, None, state.index)",
         "stage = (None, None, None, None, 0)",
     ),
-    Mutant("scales of the first step are used for all", "load", "units = k * self.atoms_shape()[1]", "units = 0 * k"),
+    Mutant("scales of the first step are used for all", "load", "units = k * self.atoms_shape()[1]", "units = 0"),
     Mutant("scales of the first rows are used for all", "load", "x_atom = (row_start + row)", "x_atom = row"),
     Mutant(
         "scales of another expert's weight",
@@ -145,7 +143,7 @@ MUTANTS = [
         "multiply",
         "inside = row % SCALE_ATOM[0] // LANES if",
         "inside = row * 0 if",
-        block_n=32,
+        block_n=64,
         swap_ab=True,
     ),
     Mutant("gate for up", "load", "n_place[0] + all_columns // 2", "n_place[0]", op="swiglu", block_n=256),

@@ -22,7 +22,7 @@ def test_a_fault_is_caught(mutant, tmp_path):
     kind = next(kind for kind in KINDS if mutant.fits(kind))
     build = mutant.build(tmp_path)
     tile = build.Tile(kind.format, kind.tile.block_n, kind.tile.swap_ab, stages=3)
-    problem = kind.problem((200, 100), *sizes(kind, mutant.N, mutant.steps * tile.block_k - 32))
+    problem = kind.problem((200, 100), *sizes(kind, 288, mutant.steps * tile.block_k - 32))
     want = problem.expected()
     before = {name: out.clone() for name, out in problem.outs.items()}
     product = build.Product(**vars(product_of(problem)))
