@@ -105,6 +105,8 @@ class ForwardCall:
     save: bool = False
     slot: int = 0
     depth: int = 1
+    clip_limit: float = 0.0
+    clip_stats_3: Tensor | None = None  # FP32, overwritten with the counts at this limit
     plan: RoutePlan | None = None
     place: Tensor | None = None
     words: tuple[Tensor, ...] = ()  # of place
@@ -260,7 +262,8 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
         _reduce(path, r, c.out_TD, scaled=not path.dedup)
-        ops.finish(r.fault_F, r.host_fault_F, [c.out_TD])
+        outs = [c.out_TD] if c.clip_stats_3 is None else [c.out_TD, c.clip_stats_3]
+        ops.finish(r.fault_F, r.host_fault_F, outs)
 
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -272,9 +275,28 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     h3 = (r.rows[D], c.words[shapes.PLACE_H3])
     _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
     _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
+    count_clips(path, r, c)
     ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
     ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
     combine_outputs(path, r, c.plan, *h3, row_scores_R)
+
+
+def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
+    """Of the h1 that W13 has just made; integers until the one rounding to FP32. No backward comes here."""
+    if c.clip_stats_3 is None:
+        return
+    counts_3 = torch.zeros(3, dtype=torch.int64, device=r.buffer.device)
+    path.ops.count_clips(
+        r.rows[2 * path.intermediate_dim],
+        c.words[shapes.PLACE_H1],
+        c.plan.row_start_P,
+        c.plan.row_to_slot_R,
+        counts_3,
+        limit=c.clip_limit,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+    )
+    c.clip_stats_3.copy_(counts_3)
 
 
 def combine_outputs(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, row_scores_R: Tensor, **how) -> None:

@@ -39,31 +39,44 @@ def _bf16_forward(
     slot: int,
     depth: int,
     context: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record. Collective.
+    clip_limit: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record; last, with
+    a clip_limit, the clip statistics, FP32 [3], else nothing. Collective.
 
     Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
     will drop it and run the forward again before the backward.
     """
     ctx = live_context(context)
     with ctx.call():
-        return run_forward(ctx, x_TD, ids_TK, scores_TK, *expert_major(ctx, w13, w2), save, slot, depth)
+        weights = expert_major(ctx, w13, w2)
+        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, clip_limit)
 
 
-def run_forward(ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int) -> tuple:
-    """out_TD and the state of every forward, of weights as the path takes them; inside ctx.call()."""
+def run_forward(
+    ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, clip_limit: float | None
+) -> tuple:
+    """What _bf16_forward returns, of weights as the path takes them; inside ctx.call()."""
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     saves_in_slot = save and slot != NO_SLOT
     if saves_in_slot:
         ctx.saved.push(slot, depth)
     call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth)
+    clip_stats_3 = empty_clip_stats(x_TD, clip_limit)
+    if clip_limit is not None:
+        call.clip_limit, call.clip_stats_3 = clip_limit, clip_stats_3
     moe.forward(ctx.path, ctx.ranks, [call])
     state = [*call.plan.tensors(), call.place]
-    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state])
+    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state]), clip_stats_3
 
 
-def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context):
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), *fake_state(x_TD, save, context)
+def empty_clip_stats(x_TD: Tensor, clip_limit: float | None) -> Tensor:
+    return x_TD.new_empty(0 if clip_limit is None else 3, dtype=torch.float32)
+
+
+def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, clip_limit=None):
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    return out_TD, *fake_state(x_TD, save, context), empty_clip_stats(x_TD, clip_limit)
 
 
 def fake_state(x_TD, save, context):
@@ -173,21 +186,22 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            out_TD, *state = op(*inputs)
-        _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *prepared = inputs
+            out_TD, *state, clip_stats_3 = op(*inputs)
+        _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *more = inputs
         ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
+        ctx.mark_non_differentiable(clip_stats_3)
         saved = state
-        if prepared and prepared[0]:  # in place of weights that the call would have quantised
-            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(*prepared)]
+        if more and isinstance(more[0], list) and more[0]:  # prepared ones: no weights that the call has quantised
+            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(more[0])]
         ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(saved if save else ()))
         ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs = context, slot, None, len(inputs)
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
-        return out_TD, *state
+        return out_TD, *state, clip_stats_3
 
     @staticmethod
-    def backward(ctx, grad_out_TD, *_grads_of_state):
+    def backward(ctx, grad_out_TD, *_grads_of_others):
         if grad_out_TD is None:  # cut off by a later node of this rank: the other ranks still come
             ids_TK = ctx.saved_tensors[0]
             D = live_context(ctx.handle).config.hidden_dim
@@ -351,17 +365,28 @@ def routed_experts(
         if save and _runs_again_before_backward():
             slot = NO_SLOT
         inputs, prepared = unprepared(inputs)
+        clip_limit = clip_limit_of(options)
         if context.path.format is None:
-            out_TD, *_ = bf16_forward(*inputs, save, slot, depth, context.name)
+            out_TD, *_, clip_stats_3 = bf16_forward(*inputs, save, slot, depth, context.name, clip_limit)
         else:
             scaled_forward = torch.ops.dist_moe.block_scaled_forward.default
-            out_TD, *_ = scaled_forward(*inputs, save, slot, depth, context.name, prepared)
+            out_TD, *_, clip_stats_3 = scaled_forward(*inputs, save, slot, depth, context.name, prepared, clip_limit)
+        if clip_limit is not None:
+            options.swiglu_clip_stats_out_3.copy_(clip_stats_3)
     except _EARLY_STOP:
         raise
     except BaseException as error:
         context.refuse(error)
         raise
     return out_TD
+
+
+def clip_limit_of(options: ExecutionOptions | None) -> float | None:
+    """The limit to count at, as FP32 can hold it; None: nothing is to be counted."""
+    if options is None or options.swiglu_clip_stats_out_3 is None:
+        return None
+    largest = torch.finfo(torch.float32).max  # no finite BF16 value is beyond it
+    return min(max(options.swiglu_clip_limit, -largest), largest)
 
 
 def _runs_again_before_backward() -> bool:

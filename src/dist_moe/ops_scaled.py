@@ -7,6 +7,7 @@ from .context import Context, live_context
 from .ops import (
     NUM_STATE_TENSORS,
     define_forward,
+    empty_clip_stats,
     empty_grads,
     expert_major,
     fake_state,
@@ -38,21 +39,23 @@ def _block_scaled_forward(
     depth: int,
     context: str,
     prepared: list[Tensor | None],
+    clip_limit: float | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, empty if
     they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
-        found = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth)
+        *found, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, clip_limit)
     operands = [part for weight in weights for part in weight[:3]]
-    return *found, *(operands if save and not prepared else [x_TD.new_empty(0) for _ in operands])
+    operands = operands if save and not prepared else [x_TD.new_empty(0) for _ in operands]
+    return *found, *operands, clip_stats_3
 
 
-def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared):
+def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared, clip_limit=None):
     ctx = live_context(context)
     operands = [x_TD.new_empty(0) for _ in range(6)]
     if save and not prepared:
@@ -60,7 +63,7 @@ def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, dep
         layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
         operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    return out_TD, *fake_state(x_TD, save, context), *operands
+    return out_TD, *fake_state(x_TD, save, context), *operands, empty_clip_stats(x_TD, clip_limit)
 
 
 block_scaled_forward = define_forward("block_scaled_forward", _block_scaled_forward, _fake_block_scaled_forward)
@@ -84,7 +87,7 @@ def block_scaled_backward(
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        operands = state[NUM_STATE_TENSORS:]
+        operands = state[NUM_STATE_TENSORS : NUM_STATE_TENSORS + 6]
         weights = (QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
         run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, state, slot, grads)
     return grads

@@ -49,9 +49,11 @@ class ExecutionOptions:
              weights_preprocess_fn(weight) -> bf16 weight, run again in backward.
              experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D].
              wgrad_postprocess_fn(name, grad) -> grad or None, name "w2" or "w13".
-             swiglu_clip_stats_out_3: fp32 [3], overwritten with the clip counts. It may lie on any device here; that
-             it lies on x's is checked by the call, because only the call knows x (and a CPU call needs a CPU tensor).
-             swiglu_clip_limit: the limit that is counted.
+             swiglu_clip_stats_out_3: fp32 [3], overwritten by every forward with [gates above the limit, ups beyond it
+             on either side, all gates] of the rows that this rank receives, before any clamp: exact, then rounded to
+             FP32, NaN after a fault. It may lie on any device here; that it lies on x's is checked by the call, because
+             only the call knows x (and a CPU call needs a CPU tensor).
+             swiglu_clip_limit: the limit that is counted, any finite one, whatever Config.swiglu_limit is.
              wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate).
     Raises:  TypeError, ValueError.
     """
@@ -147,7 +149,6 @@ def unsupported_features(options: ExecutionOptions) -> list[str]:
         "weights_preprocess_fn",
         "experts_output_postprocess",
         "wgrad_postprocess_fn",
-        "swiglu_clip_stats_out_3",
         "wgrad_destination_fn",
     )
     return [name for name in names if _is_requested(getattr(options, name))]

@@ -28,6 +28,7 @@ from .reference_products import grouped_gemm_scaled_dgrad as grouped_gemm_scaled
 from .reference_products import grouped_gemm_scaled_wgrad as grouped_gemm_scaled_wgrad
 from .reference_slots import plan_backward as plan_backward
 from .reference_slots import plan_forward as plan_forward
+from .reference_swiglu import count_clips as count_clips
 from .reference_swiglu import swiglu as swiglu
 from .reference_swiglu import swiglu_backward as swiglu_backward
 from .reference_swiglu import swiglu_backward_quantize as swiglu_backward_quantize

@@ -46,6 +46,20 @@ def swiglu(h1_X2F, h1_start_1, h2_XF, h2_start_1, row_start_P, *, activation, st
         rows_of(h2_XF, h2_start_1, row_start_P).copy_(activate(rows_of(h1_X2F, h1_start_1, row_start_P), activation))
 
 
+def count_clips(h1_X2F, h1_start_1, row_start_P, row_to_slot_R, counts_3, *, limit, stop_1, num_sms=None) -> None:
+    """Add [gates above the limit, ups beyond it on either side, all gates] of the real rows to counts_3 (int64).
+
+    Strictly: what is at the limit, or NaN, is not counted. Compared in FP32, as the raw halves of h1 are.
+    """
+    if stopped(stop_1):
+        return
+    real_R = row_to_slot_R[: int(row_start_P[-1])] >= 0
+    gate, up = rows_of(h1_X2F, h1_start_1, row_start_P)[real_R].float().chunk(2, dim=1)
+    counts_3 += torch.stack(
+        [(gate > limit).sum(), (up.abs() > limit).sum(), torch.full((), gate.numel(), device=gate.device)]
+    )
+
+
 def swiglu_backward(
     h1_X2F, h1_start_1, g2_XF, g2_start_1, row_scores_R, score_grads_R, row_start_P, *, activation, stop_1, num_sms=None
 ):

@@ -142,6 +142,7 @@ _TRITON_FILES = {
     "grouped_gemm": "grouped_gemm",
     "grouped_gemm_dgrad": "grouped_gemm",
     "grouped_gemm_wgrad": "grouped_gemm",
+    "count_clips": "clip_stats",
     "swiglu": "swiglu",
     "swiglu_backward": "swiglu",
     "combine": "combine",

@@ -15,7 +15,8 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
-from .ops import expert_major, unprepared
+from .ops import clip_limit_of, expert_major, unprepared
+from .options import ExecutionOptions
 from .symm import World
 from .weights import PreparedWeight
 
@@ -45,13 +46,20 @@ class _VirtualExperts(torch.autograd.Function):
     """One autograd node for all ranks: a forward that saves belongs to one backward that runs for all."""
 
     @staticmethod
-    def forward(autograd_ctx, context: Context, save: bool, prepared: list[list[Tensor | None]], *flat: Tensor):
+    def forward(
+        autograd_ctx,
+        context: Context,
+        save: bool,
+        prepared: list[list[Tensor | None]],
+        options: list[ExecutionOptions | None],
+        *flat: Tensor,
+    ):
         """prepared: of every rank ops.prepared_operands, or nothing."""
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
         slot, depth = context.saved.selected
         with context.call():
             calls = []
-            for (x_TD, ids_TK, scores_TK, *weights), operands in zip(ranks_in, prepared, strict=True):
+            for (x_TD, ids_TK, scores_TK, *weights), operands, asked in zip(ranks_in, prepared, options, strict=True):
                 out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
                 if context.path.format is None:
                     weights = expert_major(context, *weights)
@@ -61,6 +69,8 @@ class _VirtualExperts(torch.autograd.Function):
                     weights = ops_scaled.weights_of_call(context, *weights, operands)
                 inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
                 calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth))
+                if (clip_limit := clip_limit_of(asked)) is not None:
+                    calls[-1].clip_limit, calls[-1].clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
             if save:
                 context.saved.push(slot, depth)
             moe.forward(context.path, context.ranks, calls)
@@ -104,24 +114,27 @@ class _VirtualExperts(torch.autograd.Function):
         for c, w13, w2 in zip(calls, saved[2::4], saved[3::4], strict=True):
             weights = (c.grad_w13_L2FD.view(w13.shape), c.grad_w2_LDF.view(w2.shape))
             grads += [c.grad_x_TD, None, c.grad_scores_TK, *weights]
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
-def routed_experts(inputs: Sequence[RankInputs], context: Context) -> list[Tensor]:
-    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r]. The same checks, layouts and
-    errors, differentiable in the same way; returns the outputs by rank."""
+def routed_experts(
+    inputs: Sequence[RankInputs], context: Context, *, options: Sequence[ExecutionOptions | None] | None = None
+) -> list[Tensor]:
+    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r] and options[r]. The same
+    checks, layouts and errors, differentiable in the same way; returns the outputs by rank."""
     context.require_open()
+    options = [None] * len(inputs) if options is None else list(options)
     if len(inputs) != len(context.ranks):
         raise ValueError(f"routed_experts: {len(context.ranks)} virtual ranks need as many inputs, got {len(inputs)}")
     flat, prepared, save = [], [], False
-    for rank in inputs:
+    for rank, asked in zip(inputs, options, strict=True):
         tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
-        check_call(*tensors, context)
+        check_call(*tensors, context, asked)
         save |= wants_backward(context, *tensors)
         tensors, operands = unprepared(tensors)
         flat += tensors
         prepared.append(operands)
-    return list(_VirtualExperts.apply(context, save, prepared, *flat))
+    return list(_VirtualExperts.apply(context, save, prepared, options, *flat))
 
 
 def _source(x: Tensor | PreparedWeight) -> Tensor:
@@ -145,17 +158,18 @@ def run_virtual(
     device="cpu",
     backend: str | None = None,
     context: Context | None = None,
+    options: Sequence[ExecutionOptions | None] | None = None,
 ) -> list[RankResults]:
     """Forward, and backward where grad_out_TD is given, of all ranks in this process.
 
-    Args:    context: run on this one (made for a virtual World) instead of a fresh one.
+    Args:    context: run on this one (made for a virtual World) instead of a fresh one.  options: of every rank.
     Raises:  as create_context and routed_experts; ValueError when only some ranks have a grad_out_TD; the fault of the
              calls, if any, before it returns.
     """
     if context is None:
         world = World.virtual(num_ranks, device)
         with create_context(group=world, config=config, backend=backend) as context:
-            return run_virtual(num_ranks, config, inputs, context=context)
+            return run_virtual(num_ranks, config, inputs, context=context, options=options)
     with_grad = [rank.grad_out_TD is not None for rank in inputs]
     if any(with_grad) and not all(with_grad):
         raise ValueError(f"run_virtual: grad_out_TD is given for some ranks only, {with_grad}; the backward needs all")
@@ -168,7 +182,9 @@ def run_virtual(
             weight.grad_dtype = config.wgrad_dtype or weight.dtype
     with torch.set_grad_enabled(backward):
         outs = routed_experts(
-            [RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)], context
+            [RankInputs(ids_TK=rank.ids_TK, **leaf) for rank, leaf in zip(inputs, leaves, strict=True)],
+            context,
+            options=options,
         )
     results = [RankResults(out.detach()) for out in outs]
     if backward:

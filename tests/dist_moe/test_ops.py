@@ -315,7 +315,6 @@ def test_an_object_that_is_no_context_is_refused():
             "experts_output_postprocess",
         ),
         (ExecutionOptions(wgrad_postprocess_fn=lambda n, g: g), "wgrad_postprocess_fn"),
-        (ExecutionOptions(swiglu_clip_stats_out_3=torch.zeros(3)), "swiglu_clip_stats_out_3"),
         (ExecutionOptions(wgrad_destination_fn=lambda *a: None), "wgrad_destination_fn"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

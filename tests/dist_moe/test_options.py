@@ -139,7 +139,7 @@ def test_requires_eager(values, expected):
         ({}, []),
         ({"swiglu_clip_limit": 1.0}, []),  # counts nothing without a tensor to count into
         ({"inplace_wgrad_accum": True, "wgrad_parameter_owners": OWNERS}, ["inplace_wgrad_accum"]),
-        ({"swiglu_clip_stats_out_3": torch.zeros(3)}, ["swiglu_clip_stats_out_3"]),
+        ({"swiglu_clip_stats_out_3": torch.zeros(3)}, []),
         ({"experts_output_postprocess": FalsyCallable()}, ["experts_output_postprocess"]),
         (
             {"weights_preprocess_fn": print, "experts_output_postprocess": NORM, "wgrad_postprocess_fn": print},
