@@ -31,6 +31,7 @@ T_WORD = tl.constexpr(shapes.HEADER_T)
 KIND_WORD = tl.constexpr(shapes.HEADER_KIND)
 LAST_WORD = tl.constexpr(shapes.HEADER_FORWARD)
 BACKWARD = tl.constexpr(shapes.KIND_BACKWARD)
+BY_ROUTE = tl.constexpr(shapes.KIND_BY_ROUTE)
 CODE_MASK = tl.constexpr((1 << shapes.FAULT_RANK_SHIFT) - 1)
 MISMATCH = tl.constexpr(shapes.FAULT_MISMATCH)
 ABORTED = tl.constexpr(shapes.FAULT_ABORTED)
@@ -157,7 +158,7 @@ def _verify(
     header_ptr_0 = tl.load(header_table_ptr).to(tl.pointer_type(tl.int64))
     # key = rank * 16 + word of what is wrong; BLOCK_W * 16 when nothing is.
     key = tl.zeros((), tl.int32) + BLOCK_W * 16
-    is_backward = tl.load(header_ptr_0 + KIND_WORD) == BACKWARD
+    is_backward = (tl.load(header_ptr_0 + KIND_WORD) & ~BY_ROUTE) == BACKWARD
     for word in tl.static_range(LAST_WORD + 1):
         if word != ABORT:
             found_W = tl.load(header_ptr_W + word, mask=mask_w, other=0)

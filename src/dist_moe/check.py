@@ -28,6 +28,7 @@ from .create import create_context
 from .formats import FORMATS, Format, by_name
 from .op_check import OpChecks, OpRaised, in_words
 from .ops import routed_experts
+from .options import ExecutionOptions
 from .path_oracle import (
     FORWARD_ONLY,
     Case,
@@ -233,7 +234,9 @@ def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: 
         with create_context(group=world, config=config, backend=backend) as context:
             backends = context.path.ops.backends
             ops.follow(context.path.ops, backends, mode.name)
-            return run_virtual(case.W, config, mode.inputs(case, device), context=context), backends
+            counting = ExecutionOptions(swiglu_clip_stats_out_3=torch.empty(3, device=device), swiglu_clip_limit=1.0)
+            inputs, options = mode.inputs(case, device), [counting] * case.W
+            return run_virtual(case.W, config, inputs, context=context, options=options), backends
 
     return _path_row(case, mode, "virtual rank(s)", run)
 

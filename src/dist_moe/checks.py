@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .config import BlockScaledFormat
 from .context import Context
@@ -74,7 +75,7 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
         if not value.is_contiguous():
             raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
 
-    if options.requires_eager and torch.compiler.is_compiling():
+    if options.requires_eager and (torch.compiler.is_compiling() or get_proxy_mode() is not None):
         raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
     _check_rmsnorm(options.experts_output_postprocess, x_TD)
     missing = unsupported_features(options)

@@ -233,9 +233,13 @@ def _local_rank(
         format = by_name(config.block_scaled.format)
         widths |= {width for width in (stage_columns(config), output_columns(config)) if width}
         values = {C: rows(buffer, C // format.values_per_byte).view(format.value_dtype) for C in (D, F, 2 * F)}
+    T, K, W = config.num_local_input_tokens, config.top_k, world.size
     return moe.LocalRank(
         rank=rank,
         regions=regions,
+        pair_outputs=regions["outputs"].first(T, min(K, W), D),
+        route_grads=regions["outputs"].first(1, T * K, D),
+        route_scores=regions["scores"].first(T * K, 1),
         buffer=buffer,
         elements=elements,
         rows={width: rows(elements, width) for width in widths},

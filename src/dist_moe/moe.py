@@ -10,6 +10,9 @@ of them. What crosses ranks, and why it is safe:
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
+A call by route, which has a postprocess, never sums at the experts: combine pushes a row to its slot of `outputs`, and in
+backward the owner publishes there the gradient of every route, which the rank of its expert alone pulls and then
+overwrites with the gradient of x.
 The experts are here in bf16, and in moe_scaled.py in block-scaled formats.
 """
 
@@ -67,6 +70,9 @@ class LocalRank:
 
     rank: int
     regions: dict[str, Region]
+    pair_outputs: Region  # `outputs` as [T_max, min(K, W), D], of the de-duplicated scheme
+    route_grads: Region  # `outputs` as the "tokens" of a backward by route, [1, T_max * K, D] ...
+    route_scores: Region  # ... with `scores` as those of their only slot, [T_max * K, 1]
     buffer: Tensor  # uint8, slots and scratch
     elements: Tensor  # the buffer as bf16
     rows: dict[int, Tensor]  # by width: the buffer as bf16 rows
@@ -94,7 +100,10 @@ class LocalRank:
 
 @dataclass
 class ForwardCall:
-    """One rank's forward: what it passes, and what the stages make of it."""
+    """One rank's forward: what it passes, and what the stages make of it.
+
+    by_route: out is [T, K, D], what the experts returned for each slot, without its score; zeros for a slot without.
+    """
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -105,6 +114,7 @@ class ForwardCall:
     save: bool = False
     slot: int = 0
     depth: int = 1
+    by_route: bool = False
     clip_limit: float = 0.0
     clip_stats_3: Tensor | None = None  # FP32, overwritten with the counts at this limit
     plan: RoutePlan | None = None
@@ -114,7 +124,10 @@ class ForwardCall:
 
 @dataclass
 class BackwardCall:
-    """One rank's backward. A weight gradient of None is not wanted."""
+    """One rank's backward. A weight gradient of None is not wanted.
+
+    Of a forward by route grad_out is [T, K, D] and has the scores in it, whose gradients are not made here: None.
+    """
 
     grad_out_TD: Tensor
     ids_TK: Tensor
@@ -124,11 +137,15 @@ class BackwardCall:
     plan: RoutePlan
     saved_place: Tensor
     grad_x_TD: Tensor
-    grad_scores_TK: Tensor
+    grad_scores_TK: Tensor | None
     grad_w13_L2FD: Tensor | None
     grad_w2_LDF: Tensor | None
     place: Tensor | None = None
     words: tuple[Tensor, ...] = ()
+
+    @property
+    def by_route(self) -> bool:
+        return self.grad_out_TD.dim() == 3
 
 
 def _words(place: Tensor) -> tuple[Tensor, ...]:
@@ -196,6 +213,23 @@ def _dispatch(path: Path, r: LocalRank, plan: RoutePlan, half: int, start_1: Ten
     )
 
 
+def _dispatch_route_grads(path: Path, r: LocalRank, plan: RoutePlan, start_1: Tensor, row_scores_R: Tensor) -> None:
+    """Pull the gradient of every route from `outputs`. The scores are in it: those of the rows become 1."""
+    path.ops.dispatch(
+        plan,
+        tokens=r.route_grads,
+        half=0,
+        scores=r.route_scores,
+        dedup=False,
+        rows_XD=r.rows[path.hidden_dim],
+        start_1=start_1,
+        row_scores_R=row_scores_R,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+    )
+    row_scores_R.fill_(1.0)
+
+
 def _w13(path: Path, r: LocalRank, w13_L2FD: Tensor, plan: RoutePlan, words, stop_1: Tensor) -> None:
     path.ops.grouped_gemm(
         r.rows[path.hidden_dim],
@@ -217,7 +251,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     packed = path.format is not None and not path.geometry.training
 
     for r, c in both:
-        kind = shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD
+        kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
         if packed:
             ops.pack_rows(c.x_TD, format=path.format, out_TB=r.tokens.own[0, : len(c.x_TD)], num_sms=path.num_sms)
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, packed=packed)
@@ -261,7 +295,10 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         experts(path, r, c, row_scores_R)
     exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
-        _reduce(path, r, c.out_TD, scaled=not path.dedup)
+        if c.by_route:
+            _take_routes(r, c.out_TD)
+        else:
+            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup)
         outs = [c.out_TD] if c.clip_stats_3 is None else [c.out_TD, c.clip_stats_3]
         ops.finish(r.fault_F, r.host_fault_F, outs)
 
@@ -278,7 +315,7 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     count_clips(path, r, c)
     ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
     ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
-    combine_outputs(path, r, c.plan, *h3, row_scores_R)
+    combine_outputs(path, r, c, *h3, row_scores_R)
 
 
 def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
@@ -299,14 +336,15 @@ def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
     c.clip_stats_3.copy_(counts_3)
 
 
-def combine_outputs(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, row_scores_R: Tensor, **how) -> None:
+def combine_outputs(path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, **how) -> None:
+    dedup = path.dedup and not c.by_route
     path.ops.combine(
-        plan,
+        c.plan,
         rows,
         start_1,
-        outputs=r.outputs,
-        dedup=path.dedup,
-        row_scores_R=row_scores_R if path.dedup else None,
+        outputs=r.pair_outputs if dedup else r.outputs,
+        dedup=dedup,
+        row_scores_R=row_scores_R if dedup else None,
         row_score_grads_R=None,
         score_grads=None,
         stop_1=r.stop_1,
@@ -315,28 +353,37 @@ def combine_outputs(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, ro
     )
 
 
-def combine_grads(path: Path, r: LocalRank, plan: RoutePlan, rows, start_1, row_score_grads_R: Tensor) -> None:
+def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_score_grads_R: Tensor) -> None:
+    """A row of a backward by route goes to the place that its gradient came from, which this rank alone reads: peers
+    may be at their pulls still."""
+    dedup = path.dedup and not c.by_route
     path.ops.combine(
-        plan,
+        c.plan,
         rows,
         start_1,
-        outputs=r.outputs,
-        dedup=path.dedup,
+        outputs=r.pair_outputs if dedup else r.outputs,
+        dedup=dedup,
         row_scores_R=None,
-        row_score_grads_R=row_score_grads_R,
-        score_grads=r.score_grads,
+        row_score_grads_R=None if c.by_route else row_score_grads_R,
+        score_grads=None if c.by_route else r.score_grads,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
     )
 
 
-def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool) -> None:
+def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
+    """The rows that the experts pushed, zeros where a slot has no expert: an earlier call's row lies there."""
+    T = len(out_TKD)
+    out_TKD.copy_(r.outputs.own[:T]).masked_fill_((r.ids.own[:T] < 0)[..., None], 0.0)
+
+
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool) -> None:
     path.ops.reduce(
         out_TD,
-        outputs=r.outputs,
+        outputs=r.pair_outputs if dedup else r.outputs,
         ids=r.ids,
         scores=r.scores if scaled else None,
-        dedup=path.dedup,
+        dedup=dedup,
         num_experts=path.num_experts,
         rank=r.rank,
         stop_1=r.stop_1,
@@ -370,8 +417,14 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         x_places = (r.elements, c.words[shapes.PLACE_X], r.tokens.own, r.zero_1)
         ops.copy_x(*x_places, T, D, stop_1=skip_x, num_sms=path.num_sms)
         restored_TD = r.tokens.own[0, :T]
-        kind = shapes.KIND_BACKWARD
-        _publish(path, r, c, c.grad_out_TD, half=1, check_TD=restored_TD, check_skip_1=skip_x, kind=kind)
+        check = {"check_TD": restored_TD, "check_skip_1": skip_x}
+        if c.by_route:
+            r.outputs.own[:T] = c.grad_out_TD
+            _publish(
+                path, r, c, restored_TD, half=1, **check, kind=shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE, packed=True
+            )
+        else:
+            _publish(path, r, c, c.grad_out_TD, half=1, **check, kind=shapes.KIND_BACKWARD)
     exchange(path, ranks, shapes.PUBLISHED)
 
     for r, c in both:
@@ -383,14 +436,15 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
     for r, c in both:
         if path.exchanges:
             wait(path, r, shapes.COMBINED)
-        _reduce(path, r, c.grad_x_TD, scaled=False)
-        ops.collect_score_grads(
-            c.grad_scores_TK,
-            c.ids_TK,
-            score_grads=r.score_grads,
-            num_experts=path.num_experts,
-            stop_1=r.stop_1,
-        )
+        _reduce(path, r, c.grad_x_TD, scaled=False, dedup=path.dedup and not c.by_route)
+        if not c.by_route:
+            ops.collect_score_grads(
+                c.grad_scores_TK,
+                c.ids_TK,
+                score_grads=r.score_grads,
+                num_experts=path.num_experts,
+                stop_1=r.stop_1,
+            )
         grads = [c.grad_x_TD, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF]
         ops.finish(r.fault_F, r.host_fault_F, [grad for grad in grads if grad is not None])
 
@@ -413,13 +467,16 @@ def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
     _dispatch(path, r, c.plan, 0, x[1], row_scores_R, skip_x)
     _w13(path, r, c.w13_L2FD, c.plan, c.words, skip_h1)
 
-    _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
+    if c.by_route:
+        _dispatch_route_grads(path, r, c.plan, dy[1], row_scores_R)
+    else:
+        _dispatch(path, r, c.plan, 1, dy[1], row_scores_R, r.stop_1)
     ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)
     ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **run)
     if c.grad_w2_LDF is not None:
         ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **run)
     ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
-    combine_grads(path, r, c.plan, *dy, row_score_grads_R)
+    combine_grads(path, r, c, *dy, row_score_grads_R)
     if path.exchanges:
         signal(path, r, shapes.COMBINED)
     # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.

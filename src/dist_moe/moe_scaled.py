@@ -36,6 +36,11 @@ def _receive(path: Path, r: LocalRank, c, half: int, stop_1: Tensor, **into) -> 
     ops, D, width = path.ops, path.hidden_dim, path.geometry.stage_columns
     into |= {"format": path.format, "scaled_columns": half == 1, "num_sms": path.num_sms}
     tokens = {"tokens": r.tokens, "half": half, "scores": r.scores}
+    if half == 1 and c.by_route:  # the scores are in the gradients
+        tokens = {"tokens": r.route_grads, "half": 0, "scores": r.route_scores}
+        ops.dispatch_quantize(c.plan, **tokens, **into | {"scaled_columns": False})
+        into["row_scores_R"].fill_(1.0)
+        return
     if not (path.dedup and width and len(r.tokens.peers) > 1):
         ops.dispatch_quantize(c.plan, **tokens, **into)
         return
@@ -129,7 +134,7 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
         w2 = c.w2_LDF
         how = {"w_outer_inv_L": w2.outer_inv_G, "square": w2.transposed_scales is not None, "columns": window}
         _product(path, "grouped_gemm_scaled", h2_rows, w2.values, w2.scales, h3, c, r.stop_1, **how)
-        moe.combine_outputs(path, r, plan, *h3, row_scores_R, columns=window)
+        moe.combine_outputs(path, r, c, *h3, row_scores_R, columns=window)
 
 
 def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
@@ -193,6 +198,6 @@ def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
                 num_sms=path.num_sms,
             )
     _product(path, "grouped_gemm_scaled_dgrad", g1_rows, w13.values, w13.transposed_scales, grad_x, c, r.stop_1)
-    moe.combine_grads(path, r, plan, *grad_x, row_score_grads_R)
+    moe.combine_grads(path, r, c, *grad_x, row_score_grads_R)
     if path.exchanges:
         moe.signal(path, r, shapes.COMBINED)

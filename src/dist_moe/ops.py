@@ -5,6 +5,7 @@ reach the op as a clone, and peers would write elsewhere. What forward hands to 
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from . import moe
 from .checks import check_call, wants_backward
 from .context import Context, live_context
-from .options import ExecutionOptions
+from .options import ExecutionOptions, RMSNormPostprocess
+from .postprocess import postprocessed
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
 
@@ -39,10 +41,13 @@ def _bf16_forward(
     slot: int,
     depth: int,
     context: str,
+    by_route: bool = False,
     clip_limit: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record; last, with
     a clip_limit, the clip statistics, FP32 [3], else nothing. Collective.
+
+    by_route: out is [T, K, D], the rows of the experts without their scores, of which then come no gradients.
 
     Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
     will drop it and run the forward again before the backward.
@@ -50,18 +55,18 @@ def _bf16_forward(
     ctx = live_context(context)
     with ctx.call():
         weights = expert_major(ctx, w13, w2)
-        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, clip_limit)
+        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, by_route, clip_limit)
 
 
 def run_forward(
-    ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, clip_limit: float | None
+    ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, by_route: bool, clip_limit
 ) -> tuple:
     """What _bf16_forward returns, of weights as the path takes them; inside ctx.call()."""
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    out_TD = empty_out(x_TD, ids_TK, by_route)
     saves_in_slot = save and slot != NO_SLOT
     if saves_in_slot:
         ctx.saved.push(slot, depth)
-    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth)
+    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, by_route)
     clip_stats_3 = empty_clip_stats(x_TD, clip_limit)
     if clip_limit is not None:
         call.clip_limit, call.clip_stats_3 = clip_limit, clip_stats_3
@@ -70,12 +75,17 @@ def run_forward(
     return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state]), clip_stats_3
 
 
+def empty_out(x_TD: Tensor, ids_TK: Tensor, by_route: bool) -> Tensor:
+    (T, D), K = x_TD.shape, ids_TK.shape[1]
+    return torch.empty((T, K, D) if by_route else (T, D), dtype=x_TD.dtype, device=x_TD.device)
+
+
 def empty_clip_stats(x_TD: Tensor, clip_limit: float | None) -> Tensor:
     return x_TD.new_empty(0 if clip_limit is None else 3, dtype=torch.float32)
 
 
-def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, clip_limit=None):
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, by_route=False, clip_limit=None):
+    out_TD = empty_out(x_TD, ids_TK, by_route)
     return out_TD, *fake_state(x_TD, save, context), empty_clip_stats(x_TD, clip_limit)
 
 
@@ -102,7 +112,8 @@ def bf16_backward(
     slot: int,
     context: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, scores, w13, w2 in their layouts; an unwanted weight gradient is empty. Collective."""
+    """Gradients of x, scores, w13, w2 in their layouts; an unwanted weight gradient is empty, and that of the scores
+    where the gradient of the output is [T, K, D], of a forward by route. Collective."""
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
@@ -120,14 +131,15 @@ def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, s
     )
     call = moe.BackwardCall(
         # An expanded gradient, sum()'s for one, has strides of 0.
-        grad_out_TD if grad_out_TD.stride(1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
+        grad_out_TD if grad_out_TD.stride(-1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
         ids_TK,
         scores_TK,
         w13,
         w2,
         RoutePlan(*state[:NUM_PLAN_TENSORS]),
         state[NUM_PLAN_TENSORS],
-        *grads[:2],
+        grads[0],
+        grads[1] if grad_out_TD.dim() == 2 else None,
         *of_weights,
     )
     ctx.saved.pop(slot)
@@ -143,8 +155,8 @@ def empty_grads(
     grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
-        torch.empty(grad_out_TD.shape, dtype=grad_out_TD.dtype, device=grad_out_TD.device),
-        torch.empty(scores_TK.shape, dtype=scores_TK.dtype, device=scores_TK.device),
+        grad_out_TD.new_empty((grad_out_TD.shape[0], grad_out_TD.shape[-1])),
+        scores_TK.new_empty(scores_TK.shape if grad_out_TD.dim() == 2 else (0,)),
         w13.new_empty(w13.shape if needs_w13 else (0,), dtype=wgrad_dtype),
         w2.new_empty(w2.shape if needs_w2 else (0,), dtype=wgrad_dtype),
     )
@@ -195,6 +207,7 @@ class _Differentiable(torch.autograd.Function):
             saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(more[0])]
         ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(saved if save else ()))
         ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs = context, slot, None, len(inputs)
+        ctx.by_route = out_TD.dim() == 3
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
@@ -205,7 +218,8 @@ class _Differentiable(torch.autograd.Function):
         if grad_out_TD is None:  # cut off by a later node of this rank: the other ranks still come
             ids_TK = ctx.saved_tensors[0]
             D = live_context(ctx.handle).config.hidden_dim
-            grad_out_TD = torch.zeros(ids_TK.shape[0], D, dtype=torch.bfloat16, device=ids_TK.device)
+            shape = (*ids_TK.shape, D) if ctx.by_route else (ids_TK.shape[0], D)
+            grad_out_TD = torch.zeros(shape, dtype=torch.bfloat16, device=ids_TK.device)
         return _backward(ctx, grad_out_TD)
 
 
@@ -281,7 +295,13 @@ def _checked_backward(ctx, grad_out_TD, context: Context):
         ctx.handle,
     )
     grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
-    return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None
+    return (
+        grad_x_TD,
+        None,
+        None if ctx.by_route else grad_scores_TK,
+        grad_w13 if needs_w13 else None,
+        grad_w2 if needs_w2 else None,
+    )
 
 
 def _refuse_vmap(*inputs):
@@ -365,14 +385,17 @@ def routed_experts(
         if save and _runs_again_before_backward():
             slot = NO_SLOT
         inputs, prepared = unprepared(inputs)
-        clip_limit = clip_limit_of(options)
+        clip_limit, post = clip_limit_of(options), callable_of(options)
+        how = (post is not None, clip_limit)
         if context.path.format is None:
-            out_TD, *_, clip_stats_3 = bf16_forward(*inputs, save, slot, depth, context.name, clip_limit)
+            out_TD, *_, clip_stats_3 = bf16_forward(*inputs, save, slot, depth, context.name, *how)
         else:
             scaled_forward = torch.ops.dist_moe.block_scaled_forward.default
-            out_TD, *_, clip_stats_3 = scaled_forward(*inputs, save, slot, depth, context.name, prepared, clip_limit)
+            out_TD, *_, clip_stats_3 = scaled_forward(*inputs, save, slot, depth, context.name, prepared, *how)
         if clip_limit is not None:
             options.swiglu_clip_stats_out_3.copy_(clip_stats_3)
+        if post is not None:
+            out_TD = postprocessed(post, out_TD, topk_expert_ids_TK, topk_scores_TK, context)
     except _EARLY_STOP:
         raise
     except BaseException as error:
@@ -387,6 +410,12 @@ def clip_limit_of(options: ExecutionOptions | None) -> float | None:
         return None
     largest = torch.finfo(torch.float32).max  # no finite BF16 value is beyond it
     return min(max(options.swiglu_clip_limit, -largest), largest)
+
+
+def callable_of(options: ExecutionOptions | None) -> Callable[[Tensor], Tensor] | None:
+    """The caller's own function behind the experts."""
+    post = None if options is None else options.experts_output_postprocess
+    return None if isinstance(post, RMSNormPostprocess) else post
 
 
 def _runs_again_before_backward() -> bool:

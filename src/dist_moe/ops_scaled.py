@@ -9,6 +9,7 @@ from .ops import (
     define_forward,
     empty_clip_stats,
     empty_grads,
+    empty_out,
     expert_major,
     fake_state,
     run_backward,
@@ -39,6 +40,7 @@ def _block_scaled_forward(
     depth: int,
     context: str,
     prepared: list[Tensor | None],
+    by_route: bool = False,
     clip_limit: float | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
@@ -49,20 +51,24 @@ def _block_scaled_forward(
     ctx = live_context(context)
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
-        *found, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, clip_limit)
+        *found, clip_stats_3 = run_forward(
+            ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, by_route, clip_limit
+        )
     operands = [part for weight in weights for part in weight[:3]]
     operands = operands if save and not prepared else [x_TD.new_empty(0) for _ in operands]
     return *found, *operands, clip_stats_3
 
 
-def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared, clip_limit=None):
+def _fake_block_scaled_forward(
+    x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared, by_route=False, clip_limit=None
+):
     ctx = live_context(context)
     operands = [x_TD.new_empty(0) for _ in range(6)]
     if save and not prepared:
         L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
         layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
         operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    out_TD = empty_out(x_TD, ids_TK, by_route)
     return out_TD, *fake_state(x_TD, save, context), *operands, empty_clip_stats(x_TD, clip_limit)
 
 

@@ -47,7 +47,11 @@ class ExecutionOptions:
     Args:    inplace_wgrad_accum: backward adds into the owners' existing .grad.
              wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is.
              weights_preprocess_fn(weight) -> bf16 weight, run again in backward.
-             experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D].
+             experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D], applied to what the
+             experts returned for this rank's slots before the scores are (zeros for a slot without an expert). Eager:
+             it runs without gradients in forward and, where inputs of the call want gradients, again with them in
+             backward, on the same rows, which are kept, and with the same random numbers; parameters that it has
+             captured get gradients then. The same on all ranks.
              wgrad_postprocess_fn(name, grad) -> grad or None, name "w2" or "w13".
              swiglu_clip_stats_out_3: fp32 [3], overwritten by every forward with [gates above the limit, ups beyond it
              on either side, all gates] of the rows that this rank receives, before any clamp: exact, then rounded to
@@ -144,14 +148,11 @@ def _is_requested(value: Any) -> bool:
 
 def unsupported_features(options: ExecutionOptions) -> list[str]:
     """Names of the fields that ask for something which this release checks but does not execute yet."""
-    names = (
-        "inplace_wgrad_accum",
-        "weights_preprocess_fn",
-        "experts_output_postprocess",
-        "wgrad_postprocess_fn",
-        "wgrad_destination_fn",
-    )
-    return [name for name in names if _is_requested(getattr(options, name))]
+    names = ("inplace_wgrad_accum", "weights_preprocess_fn", "wgrad_postprocess_fn", "wgrad_destination_fn")
+    missing = [name for name in names if _is_requested(getattr(options, name))]
+    if isinstance(options.experts_output_postprocess, RMSNormPostprocess):
+        missing.append("experts_output_postprocess=RMSNormPostprocess")
+    return missing
 
 
 def satisfies_rmsnorm_contract(

@@ -230,9 +230,12 @@ def packed_row_bytes(config: Config) -> int:
 
 
 def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every region that peers read or write, by name, in the order of allocation."""
+    """Shape and dtype of every region that peers read or write, by name, in the order of allocation.
+
+    `outputs` has a row a route also where calls are de-duplicated and fill a row a rank: a call with a postprocess,
+    which Config does not announce, needs the experts' rows one by one.
+    """
     T, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
-    J = min(K, ep_size) if dedup(config, ep_size) else K
     tokens = ((1 if config.inference else 2, T, D), torch.bfloat16)
     if config.inference and config.block_scaled is not None:
         tokens = ((1, T, packed_row_bytes(config)), torch.uint8)
@@ -241,7 +244,7 @@ def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int
         "header": ((shapes.HEADER_WORDS,), torch.int64),
         "ids": ((T, K), torch.int16),
         "scores": ((T, K), torch.float32),
-        "outputs": ((T, J, D), torch.bfloat16),
+        "outputs": ((T, K, D), torch.bfloat16),
         "score_grads": ((T, K), torch.float32),
         "signals": ((shapes.NUM_STAGES, ep_size), torch.int64),
         "abort_text": ((256,), torch.uint8),

@@ -154,7 +154,7 @@ def verify(*, header, num_tokens_max, rank, fault_F):
         return
     first = header.peers[0].tolist()
     compared = [shapes.HEADER_VERSION, shapes.HEADER_CONFIG_HASH, shapes.HEADER_CALL, shapes.HEADER_KIND]
-    if first[shapes.HEADER_KIND] == shapes.KIND_BACKWARD:
+    if first[shapes.HEADER_KIND] & ~shapes.KIND_BY_ROUTE == shapes.KIND_BACKWARD:
         compared += [shapes.HEADER_KEPT, shapes.HEADER_SLOT, shapes.HEADER_LAYER, shapes.HEADER_FORWARD]
     for peer, words in enumerate(h.tolist() for h in header.peers):
         for word, found in enumerate(words):

@@ -49,6 +49,9 @@ WIRE_VERSION = 2
 # Kinds of call. All ranks make the same kind at the same time.
 KIND_TRAIN, KIND_NO_GRAD, KIND_BACKWARD = 1, 2, 3
 KIND_NAMES = {KIND_TRAIN: "training forward", KIND_NO_GRAD: "forward without gradients", KIND_BACKWARD: "backward"}
+# Added to the kind of a call whose rows go back to their owners route by route as the experts leave them.
+KIND_BY_ROUTE = 4
+KIND_NAMES |= {kind | KIND_BY_ROUTE: f"{name} with a postprocess" for kind, name in KIND_NAMES.items()}
 
 # Resolved expert ids on the wire.
 NO_EXPERT, INVALID_EXPERT = -1, -2

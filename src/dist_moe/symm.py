@@ -44,6 +44,12 @@ class Region:
     peers: tuple[Tensor, ...]  # every rank's part, by rank
     table_W: Tensor  # int64 [W] on the device: addresses of `peers`, valid in this process
 
+    def first(self, *shape: int) -> "Region":
+        """The same memory from its start, in another shape of at most as many elements."""
+        parts = (part.view(-1)[: math.prod(shape)].view(shape) for part in (self.own, *self.peers))
+        own, *peers = parts
+        return Region(own, tuple(peers), self.table_W)
+
 
 def fence() -> None:
     """Order every earlier memory access of this thread before every later one, as other CPU processes see them.

@@ -15,8 +15,9 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
-from .ops import clip_limit_of, expert_major, unprepared
+from .ops import callable_of, clip_limit_of, empty_out, expert_major, unprepared
 from .options import ExecutionOptions
+from .postprocess import postprocessed
 from .symm import World
 from .weights import PreparedWeight
 
@@ -60,7 +61,8 @@ class _VirtualExperts(torch.autograd.Function):
         with context.call():
             calls = []
             for (x_TD, ids_TK, scores_TK, *weights), operands, asked in zip(ranks_in, prepared, options, strict=True):
-                out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+                by_route = callable_of(asked) is not None
+                out_TD = empty_out(x_TD, ids_TK, by_route)
                 if context.path.format is None:
                     weights = expert_major(context, *weights)
                 else:
@@ -68,7 +70,7 @@ class _VirtualExperts(torch.autograd.Function):
 
                     weights = ops_scaled.weights_of_call(context, *weights, operands)
                 inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
-                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth))
+                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth, by_route))
                 if (clip_limit := clip_limit_of(asked)) is not None:
                     calls[-1].clip_limit, calls[-1].clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
             if save:
@@ -100,7 +102,7 @@ class _VirtualExperts(torch.autograd.Function):
                 call.plan,
                 call.place,
                 torch.empty_like(call.x_TD),
-                torch.empty(call.scores_TK.shape, dtype=call.scores_TK.dtype, device=call.scores_TK.device),
+                None if call.by_route else torch.empty_like(call.scores_TK, memory_format=torch.contiguous_format),
                 torch.empty((L, 2 * F, D), dtype=dtype, device=context.device),
                 torch.empty((L, D, F), dtype=dtype, device=context.device),
             )
@@ -134,7 +136,11 @@ def routed_experts(
         tensors, operands = unprepared(tensors)
         flat += tensors
         prepared.append(operands)
-    return list(_VirtualExperts.apply(context, save, prepared, options, *flat))
+    outs = _VirtualExperts.apply(context, save, prepared, options, *flat)
+    return [
+        out if (post := callable_of(asked)) is None else postprocessed(post, out, rank.ids_TK, rank.scores_TK, context)
+        for out, rank, asked in zip(outs, inputs, options, strict=True)
+    ]
 
 
 def _source(x: Tensor | PreparedWeight) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import re
 import warnings
@@ -309,7 +310,6 @@ def test_an_object_that_is_no_context_is_refused():
     [
         (ExecutionOptions(inplace_wgrad_accum=True), "inplace_wgrad_accum"),
         (ExecutionOptions(weights_preprocess_fn=lambda w: w), "weights_preprocess_fn"),
-        (ExecutionOptions(experts_output_postprocess=lambda h: h), "experts_output_postprocess"),
         (
             ExecutionOptions(experts_output_postprocess=RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)),
             "experts_output_postprocess",
@@ -369,17 +369,25 @@ def test_forward_op_passes_opcheck(save, layout):
         torch.library.opcheck(ops.bf16_forward, op_arguments(context, save, x_TD=x, topk_scores_TK=scores, **weights))
 
 
+@pytest.mark.parametrize("save", [False, True])
+def test_forward_op_by_route_and_counting_passes_opcheck(save):
+    deep = config(max_moe_layers_per_activation_slot=64)
+    with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
+        x = inputs()["x_TD"].requires_grad_(save)
+        torch.library.opcheck(ops.bf16_forward, (*op_arguments(context, save, x_TD=x), True, 1.0))
+
+
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
 def test_backward_op_passes_opcheck(needs):
     """Its state is used up by the first run, so each utility gets a forward of its own."""
     deep = config(max_moe_layers_per_activation_slot=64)
     with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
-        for utility in ("test_schema", "test_faketensor"):
+        for utility, shape in itertools.product(("test_schema", "test_faketensor"), ((T, D), (T, K, D))):
             context.reset()
             with torch.no_grad():
-                _, *state = ops.bf16_forward(*op_arguments(context, True))
+                _, *state = ops.bf16_forward(*op_arguments(context, True), len(shape) == 3)
             given = list(inputs().values())
-            arguments = (torch.randn(T, D).bfloat16(), *given[1:], state, *needs, torch.float32, 0, context.name)
+            arguments = (torch.randn(shape).bfloat16(), *given[1:], state, *needs, torch.float32, 0, context.name)
             torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
 
 

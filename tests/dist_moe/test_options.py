@@ -140,10 +140,10 @@ def test_requires_eager(values, expected):
         ({"swiglu_clip_limit": 1.0}, []),  # counts nothing without a tensor to count into
         ({"inplace_wgrad_accum": True, "wgrad_parameter_owners": OWNERS}, ["inplace_wgrad_accum"]),
         ({"swiglu_clip_stats_out_3": torch.zeros(3)}, []),
-        ({"experts_output_postprocess": FalsyCallable()}, ["experts_output_postprocess"]),
+        ({"experts_output_postprocess": FalsyCallable()}, []),
         (
             {"weights_preprocess_fn": print, "experts_output_postprocess": NORM, "wgrad_postprocess_fn": print},
-            ["weights_preprocess_fn", "experts_output_postprocess", "wgrad_postprocess_fn"],
+            ["weights_preprocess_fn", "wgrad_postprocess_fn", "experts_output_postprocess=RMSNormPostprocess"],
         ),
         ({"wgrad_destination_fn": print}, ["wgrad_destination_fn"]),
     ],

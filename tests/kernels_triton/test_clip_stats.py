@@ -1,4 +1,4 @@
-"""count_clips against the oracle: exact counts, strict limits, rows of padding and neighbours full of what would count."""
+"""count_clips against the oracle: exact counts, strict limits, and padding and neighbours full of what would count."""
 
 import pytest
 import torch
