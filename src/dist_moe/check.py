@@ -28,7 +28,7 @@ from .create import create_context
 from .formats import FORMATS, Format, by_name
 from .op_check import OpChecks, OpRaised, in_words
 from .ops import routed_experts
-from .options import ExecutionOptions
+from .options import ExecutionOptions, RMSNormPostprocess
 from .path_oracle import (
     FORWARD_ONLY,
     Case,
@@ -236,6 +236,11 @@ def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: 
             ops.follow(context.path.ops, backends, mode.name)
             counting = ExecutionOptions(swiglu_clip_stats_out_3=torch.empty(3, device=device), swiglu_clip_limit=1.0)
             inputs, options = mode.inputs(case, device), [counting] * case.W
+            if mode.format is None:  # nothing but its ops: what comes out has no answer here
+                weight_D = torch.linspace(0.5, 1.5, case.D, device=device).bfloat16()
+                norm = RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, weight=weight_D)
+                norms = [ExecutionOptions(experts_output_postprocess=norm)] * case.W
+                run_virtual(case.W, config, inputs, context=context, options=norms)
             return run_virtual(case.W, config, inputs, context=context, options=options), backends
 
     return _path_row(case, mode, "virtual rank(s)", run)

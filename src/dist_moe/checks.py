@@ -6,7 +6,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .config import BlockScaledFormat
 from .context import Context
-from .options import ExecutionOptions, RMSNormPostprocess, unsupported_features
+from .norm import MAX_NORM_DIM
+from .options import (
+    ExecutionOptions,
+    RMSNormPostprocess,
+    supports_fused_post_expert_rmsnorm,
+    unsupported_features,
+)
 from .weights import PreparedWeight
 
 
@@ -77,7 +83,7 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
 
     if options.requires_eager and (torch.compiler.is_compiling() or get_proxy_mode() is not None):
         raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
-    _check_rmsnorm(options.experts_output_postprocess, x_TD)
+    _check_rmsnorm(options.experts_output_postprocess, x_TD, scores_TK)
     missing = unsupported_features(options)
     if missing:
         raise NotImplementedError(f"{where}: not in this release: {', '.join(missing)}")
@@ -131,8 +137,8 @@ def _require_operands_of_backward(*inputs: Tensor | PreparedWeight) -> None:
             )
 
 
-def _check_rmsnorm(post, x_TD: Tensor) -> None:
-    """The values of an RMSNormPostprocess that no later release will take either."""
+def _check_rmsnorm(post, x_TD: Tensor, scores_TK: Tensor) -> None:
+    """Raises ValueError for an RMSNormPostprocess that does not fit the call."""
     if not isinstance(post, RMSNormPostprocess):
         return
     where = "routed_experts: RMSNormPostprocess"
@@ -142,8 +148,23 @@ def _check_rmsnorm(post, x_TD: Tensor) -> None:
         raise ValueError(f"{where}.output_dtype must be that of x_TD, {x_TD.dtype}, got {post.output_dtype}")
     if post.gain_center != 0 and post.weight is None:
         raise ValueError(f"{where}.gain_center needs a weight")
-    if post.weight is not None and post.use_kahan:
-        raise ValueError(f"{where}: weight and use_kahan exclude each other")
+    if post.weight is not None:
+        if post.use_kahan:
+            raise ValueError(f"{where}: weight and use_kahan exclude each other")
+        weight, D = post.weight, x_TD.shape[1]
+        found = (weight.shape, weight.dtype, weight.device)
+        if found != ((D,), x_TD.dtype, x_TD.device) or not weight.is_contiguous():
+            raise ValueError(
+                f"{where}.weight must be contiguous [{D}] {x_TD.dtype} on {x_TD.device}, got {list(weight.shape)} "
+                f"{weight.dtype} on {weight.device}, strides {weight.stride()}"
+            )
+    dtypes = {"input_dtype": x_TD.dtype, "norm_output_dtype": post.norm_output_dtype, "output_dtype": post.output_dtype}
+    sizes = {"topk": scores_TK.shape[1], "dim": x_TD.shape[1]}
+    if not supports_fused_post_expert_rmsnorm(score_dtype=scores_TK.dtype, **dtypes, **sizes):
+        raise ValueError(
+            f"{where}: norm_output_dtype must be float32 or bfloat16 and the hidden size at most {MAX_NORM_DIM}, got "
+            f"{post.norm_output_dtype} and {x_TD.shape[1]}"
+        )
 
 
 def wants_backward(context: Context, *differentiable: Tensor | PreparedWeight) -> bool:

@@ -10,8 +10,8 @@ of them. What crosses ranks, and why it is safe:
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
-A call by route, which has a postprocess, never sums at the experts: combine pushes a row to its slot of `outputs`, and in
-backward the owner publishes there the gradient of every route, which the rank of its expert alone pulls and then
+A call by route, which has a postprocess, never sums at the experts: combine pushes a row to its slot of `outputs`, and
+in backward the owner publishes there the gradient of every route, which the rank of its expert alone pulls and then
 overwrites with the gradient of x.
 The experts are here in bf16, and in moe_scaled.py in block-scaled formats.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import moe_scaled, shapes
 from .formats import ROW_ALIGNMENT, Format
+from .norm import Norm
 from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
 from .shapes import Activation, Geometry
@@ -102,7 +103,8 @@ class LocalRank:
 class ForwardCall:
     """One rank's forward: what it passes, and what the stages make of it.
 
-    by_route: out is [T, K, D], what the experts returned for each slot, without its score; zeros for a slot without.
+    returns_routes: out is [T, K, D], what the experts returned for each slot, without its score; zeros for a slot
+    without an expert. With a norm the rows travel in the same way, and out is the sum of the normalised ones.
     """
 
     x_TD: Tensor
@@ -114,12 +116,19 @@ class ForwardCall:
     save: bool = False
     slot: int = 0
     depth: int = 1
-    by_route: bool = False
+    returns_routes: bool = False
+    norm: Norm | None = None
+    kept_rows_TKD: Tensor | None = None  # written with a norm, for its backward ...
+    rstd_TK: Tensor | None = None  # ... and this, unless it will be made again
     clip_limit: float = 0.0
     clip_stats_3: Tensor | None = None  # FP32, overwritten with the counts at this limit
     plan: RoutePlan | None = None
     place: Tensor | None = None
     words: tuple[Tensor, ...] = ()  # of place
+
+    @property
+    def by_route(self) -> bool:
+        return self.returns_routes or self.norm is not None
 
 
 @dataclass
@@ -127,6 +136,7 @@ class BackwardCall:
     """One rank's backward. A weight gradient of None is not wanted.
 
     Of a forward by route grad_out is [T, K, D] and has the scores in it, whose gradients are not made here: None.
+    With a norm it is [T, D], as are the gradients of the scores made here.
     """
 
     grad_out_TD: Tensor
@@ -140,12 +150,16 @@ class BackwardCall:
     grad_scores_TK: Tensor | None
     grad_w13_L2FD: Tensor | None
     grad_w2_LDF: Tensor | None
+    norm: Norm | None = None
+    rows_TKD: Tensor | None = None  # kept by the forward
+    rstd_TK: Tensor | None = None
+    grad_norm_weight_D: Tensor | None = None
     place: Tensor | None = None
     words: tuple[Tensor, ...] = ()
 
     @property
     def by_route(self) -> bool:
-        return self.grad_out_TD.dim() == 3
+        return self.grad_out_TD.dim() == 3 or self.norm is not None
 
 
 def _words(place: Tensor) -> tuple[Tensor, ...]:
@@ -295,7 +309,9 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         experts(path, r, c, row_scores_R)
     exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
-        if c.by_route:
+        if c.norm is not None:
+            _normalise(path, r, c)
+        elif c.returns_routes:
             _take_routes(r, c.out_TD)
         else:
             _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup)
@@ -371,6 +387,37 @@ def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_
     )
 
 
+def _normalise(path: Path, r: LocalRank, c: ForwardCall) -> None:
+    path.ops.rmsnorm_reduce(
+        c.out_TD,
+        rows_TKD=r.outputs.own,
+        ids_TK=r.ids.own,
+        scores_TK=r.scores.own,
+        norm=c.norm,
+        kept_rows_TKD=c.kept_rows_TKD,
+        rstd_TK=c.rstd_TK,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+    )
+
+
+def _normalise_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
+    """The gradients of the routes into `outputs`, those of the scores into `score_grads`, where no peer writes now."""
+    path.ops.rmsnorm_reduce_backward(
+        c.grad_out_TD,
+        rows_TKD=c.rows_TKD,
+        ids_TK=r.ids.own,
+        scores_TK=r.scores.own,
+        norm=c.norm,
+        rstd_TK=c.rstd_TK,
+        grad_rows_TKD=r.outputs.own,
+        grad_scores_TK=r.score_grads.own,
+        grad_weight_D=c.grad_norm_weight_D,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+    )
+
+
 def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
     """The rows that the experts pushed, zeros where a slot has no expert: an earlier call's row lies there."""
     T = len(out_TKD)
@@ -419,10 +466,12 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         restored_TD = r.tokens.own[0, :T]
         check = {"check_TD": restored_TD, "check_skip_1": skip_x}
         if c.by_route:
-            r.outputs.own[:T] = c.grad_out_TD
-            _publish(
-                path, r, c, restored_TD, half=1, **check, kind=shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE, packed=True
-            )
+            kind = shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE
+            _publish(path, r, c, restored_TD, half=1, **check, kind=kind, packed=True)
+            if c.norm is None:
+                r.outputs.own[:T] = c.grad_out_TD
+            else:
+                _normalise_backward(path, r, c)
         else:
             _publish(path, r, c, c.grad_out_TD, half=1, **check, kind=shapes.KIND_BACKWARD)
     exchange(path, ranks, shapes.PUBLISHED)
@@ -437,7 +486,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         if path.exchanges:
             wait(path, r, shapes.COMBINED)
         _reduce(path, r, c.grad_x_TD, scaled=False, dedup=path.dedup and not c.by_route)
-        if not c.by_route:
+        if c.grad_scores_TK is not None:
             ops.collect_score_grads(
                 c.grad_scores_TK,
                 c.ids_TK,
@@ -447,6 +496,8 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
             )
         grads = [c.grad_x_TD, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF]
         ops.finish(r.fault_F, r.host_fault_F, [grad for grad in grads if grad is not None])
+        if c.grad_norm_weight_D is not None:
+            ops.finish(r.fault_F, r.host_fault_F, [c.grad_norm_weight_D])
 
 
 def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import moe
 from .checks import check_call, wants_backward
 from .context import Context, live_context
+from .norm import keeps_rstd, norm_of
 from .options import ExecutionOptions, RMSNormPostprocess
 from .postprocess import postprocessed
 from .route_plan import RoutePlan
@@ -41,13 +42,18 @@ def _bf16_forward(
     slot: int,
     depth: int,
     context: str,
-    by_route: bool = False,
+    returns_routes: bool = False,
     clip_limit: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out_TD, then the state that bf16_backward takes: the tensors of the route plan, and the place record; last, with
-    a clip_limit, the clip statistics, FP32 [3], else nothing. Collective.
+    norm_weight_D: Tensor | None = None,
+    norm: list[float] | None = None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """out_TD, then the state that bf16_backward takes: the tensors of the route plan, the place record, and of a norm
+    the rows and their 1 / rms; last, with a clip_limit, the clip statistics, FP32 [3], else nothing. Collective.
 
-    by_route: out is [T, K, D], the rows of the experts without their scores, of which then come no gradients.
+    returns_routes: out is [T, K, D], the rows of the experts without their scores, of which then come no gradients.
+    norm_weight_D, norm: RMSNorm behind the experts, see norm_of.
 
     Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
     will drop it and run the forward again before the backward.
@@ -55,38 +61,64 @@ def _bf16_forward(
     ctx = live_context(context)
     with ctx.call():
         weights = expert_major(ctx, w13, w2)
-        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, by_route, clip_limit)
+        how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
+        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
 
 
 def run_forward(
-    ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, by_route: bool, clip_limit
+    ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, returns_routes, clip_limit, *norm
 ) -> tuple:
     """What _bf16_forward returns, of weights as the path takes them; inside ctx.call()."""
-    out_TD = empty_out(x_TD, ids_TK, by_route)
+    out_TD = empty_out(x_TD, ids_TK, returns_routes)
+    norm_state = empty_norm_state(x_TD, ids_TK, save, norm[1])
     saves_in_slot = save and slot != NO_SLOT
     if saves_in_slot:
         ctx.saved.push(slot, depth)
-    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, by_route)
+    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, returns_routes)
     clip_stats_3 = empty_clip_stats(x_TD, clip_limit)
     if clip_limit is not None:
         call.clip_limit, call.clip_stats_3 = clip_limit, clip_stats_3
+    call.norm = norm_of(*norm)
+    call.kept_rows_TKD, call.rstd_TK = (part if part.dim() > 1 else None for part in norm_state)
     moe.forward(ctx.path, ctx.ranks, [call])
     state = [*call.plan.tensors(), call.place]
-    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state]), clip_stats_3
+    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state]), *norm_state, clip_stats_3
 
 
-def empty_out(x_TD: Tensor, ids_TK: Tensor, by_route: bool) -> Tensor:
+def empty_out(x_TD: Tensor, ids_TK: Tensor, returns_routes: bool) -> Tensor:
     (T, D), K = x_TD.shape, ids_TK.shape[1]
-    return torch.empty((T, K, D) if by_route else (T, D), dtype=x_TD.dtype, device=x_TD.device)
+    return torch.empty((T, K, D) if returns_routes else (T, D), dtype=x_TD.dtype, device=x_TD.device)
+
+
+def empty_norm_state(x_TD: Tensor, ids_TK: Tensor, save: bool, norm: list[float] | None) -> tuple[Tensor, Tensor]:
+    """For the rows and their 1 / rms, empty where nothing is kept."""
+    keeps = save and norm is not None
+    (T, D), K = x_TD.shape, ids_TK.shape[1]
+    rows = x_TD.new_empty((T, K, D) if keeps else (0,))
+    return rows, x_TD.new_empty((T, K) if keeps and keeps_rstd(norm) else (0,), dtype=torch.float32)
 
 
 def empty_clip_stats(x_TD: Tensor, clip_limit: float | None) -> Tensor:
     return x_TD.new_empty(0 if clip_limit is None else 3, dtype=torch.float32)
 
 
-def _fake_bf16_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, by_route=False, clip_limit=None):
-    out_TD = empty_out(x_TD, ids_TK, by_route)
-    return out_TD, *fake_state(x_TD, save, context), empty_clip_stats(x_TD, clip_limit)
+def _fake_bf16_forward(
+    x_TD,
+    ids_TK,
+    scores_TK,
+    w13,
+    w2,
+    save,
+    slot,
+    depth,
+    context,
+    returns_routes=False,
+    clip_limit=None,
+    norm_weight_D=None,
+    norm=None,
+):
+    out_TD, norm_state = empty_out(x_TD, ids_TK, returns_routes), empty_norm_state(x_TD, ids_TK, save, norm)
+    return out_TD, *fake_state(x_TD, save, context), *norm_state, empty_clip_stats(x_TD, clip_limit)
 
 
 def fake_state(x_TD, save, context):
@@ -111,23 +143,36 @@ def bf16_backward(
     wgrad_dtype: torch.dtype,
     slot: int,
     context: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, scores, w13, w2 in their layouts; an unwanted weight gradient is empty, and that of the scores
-    where the gradient of the output is [T, K, D], of a forward by route. Collective."""
+    norm_weight_D: Tensor | None = None,
+    norm: list[float] | None = None,
+    needs_norm_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, scores, w13, w2 in their layouts and of the norm's weight; an unwanted weight gradient is empty,
+    and that of the scores where the gradient of the output is [T, K, D], of a forward by route. Collective."""
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *expert_major(ctx, w13, w2), state, slot, grads)
+        grads += (empty_norm_weight_grad(grad_out_TD, norm_weight_D, needs_norm_weight),)
+        norm_state = state[NUM_STATE_TENSORS : NUM_STATE_TENSORS + 2]
+        weights = expert_major(ctx, w13, w2)
+        how = (state, slot, grads, norm_of(norm_weight_D, norm), norm_state)
+        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, *how)
     return grads
 
 
-def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, slot: int, grads: tuple) -> None:
-    """Fill the gradients of x, scores, w13 and w2, empty ones but for those of weights that are not wanted; inside
-    ctx.call(), of weights as the path takes them."""
+def empty_norm_weight_grad(grad_out_TD: Tensor, norm_weight_D: Tensor | None, needs_norm_weight: bool) -> Tensor:
+    return torch.empty_like(norm_weight_D) if needs_norm_weight else grad_out_TD.new_empty(0)
+
+
+def run_backward(
+    ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, slot: int, grads: tuple, norm, norm_state
+) -> None:
+    """Fill the gradients of x, scores, w13, w2 and the norm's weight, empty ones but for those of weights that are not
+    wanted; inside ctx.call(), of weights as the path takes them."""
     L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
     of_weights = (
         grad.view(shape) if grad.numel() else None
-        for grad, shape in zip(grads[2:], ((L, 2 * F, D), (L, D, F)), strict=True)
+        for grad, shape in zip(grads[2:4], ((L, 2 * F, D), (L, D, F)), strict=True)
     )
     call = moe.BackwardCall(
         # An expanded gradient, sum()'s for one, has strides of 0.
@@ -142,13 +187,33 @@ def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, s
         grads[1] if grad_out_TD.dim() == 2 else None,
         *of_weights,
     )
+    if norm is not None:
+        call.norm, call.rows_TKD = norm, norm_state[0]
+        call.rstd_TK = norm_state[1] if norm_state[1].dim() > 1 else None
+        call.grad_norm_weight_D = grads[4] if grads[4].numel() else None
     ctx.saved.pop(slot)
     moe.backward(ctx.path, ctx.ranks, [call])
 
 
 @bf16_backward.register_fake
-def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
-    return empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+def fake_backward(
+    grad_out_TD,
+    ids_TK,
+    scores_TK,
+    w13,
+    w2,
+    state,
+    needs_w13,
+    needs_w2,
+    wgrad_dtype,
+    slot,
+    context,
+    norm_weight_D=None,
+    norm=None,
+    needs_norm_weight=False,
+):
+    grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+    return *grads, empty_norm_weight_grad(grad_out_TD, norm_weight_D, needs_norm_weight)
 
 
 def empty_grads(
@@ -204,10 +269,13 @@ class _Differentiable(torch.autograd.Function):
         ctx.mark_non_differentiable(clip_stats_3)
         saved = state
         if more and isinstance(more[0], list) and more[0]:  # prepared ones: no weights that the call has quantised
-            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(more[0])]
-        ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(saved if save else ()))
+            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(more[0]), *state[-2:]]
+        first_option = 9 + (len(more) > 0 and isinstance(more[0], list))
+        options = (*inputs[first_option:], None, None, None, None)
+        ctx.norm_place, ctx.norm = first_option + 2, options[3]
+        ctx.save_for_backward(ids_TK, scores_TK, w13, w2, options[2], *(saved if save else ()))
         ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs = context, slot, None, len(inputs)
-        ctx.by_route = out_TD.dim() == 3
+        ctx.returns_routes = out_TD.dim() == 3
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
@@ -218,7 +286,7 @@ class _Differentiable(torch.autograd.Function):
         if grad_out_TD is None:  # cut off by a later node of this rank: the other ranks still come
             ids_TK = ctx.saved_tensors[0]
             D = live_context(ctx.handle).config.hidden_dim
-            shape = (*ids_TK.shape, D) if ctx.by_route else (ids_TK.shape[0], D)
+            shape = (*ids_TK.shape, D) if ctx.returns_routes else (ids_TK.shape[0], D)
             grad_out_TD = torch.zeros(shape, dtype=torch.bfloat16, device=ids_TK.device)
         return _backward(ctx, grad_out_TD)
 
@@ -262,7 +330,10 @@ def _backward(ctx, grad_out_TD):
     except BaseException as error:  # for one, a weight that was changed in place since forward
         context.refuse(error)
         raise
-    return None, *map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)
+    by_input = [*map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)]
+    if ctx.norm_place < ctx.num_inputs:
+        by_input[ctx.norm_place] = grads.get(5)
+    return None, *by_input
 
 
 def _takes(node) -> bool:
@@ -274,12 +345,13 @@ def _takes(node) -> bool:
 
 
 def _checked_backward(ctx, grad_out_TD, context: Context):
-    ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
+    ids_TK, scores_TK, w13, w2, norm_weight_D, *state = ctx.saved_tensors
     if not state:
         raise RuntimeError("this forward was called with save=False, so it has no backward")
     if ctx.saved_forward is not None:
         context.require_newest(ctx.saved_forward)
     needs_w13, needs_w2 = ctx.needs_input_grad[4:6]
+    needs_norm_weight = norm_weight_D is not None and ctx.needs_input_grad[1 + ctx.norm_place]
     run = bf16_backward if context.path.format is None else torch.ops.dist_moe.block_scaled_backward
     grads = run(
         grad_out_TD,
@@ -293,14 +365,18 @@ def _checked_backward(ctx, grad_out_TD, context: Context):
         context.config.wgrad_dtype or w13.dtype,
         ctx.slot,
         ctx.handle,
+        norm_weight_D,
+        ctx.norm,
+        needs_norm_weight,
     )
-    grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
+    grad_x_TD, grad_scores_TK, grad_w13, grad_w2, grad_norm_weight_D = grads
     return (
         grad_x_TD,
         None,
-        None if ctx.by_route else grad_scores_TK,
+        None if ctx.returns_routes else grad_scores_TK,
         grad_w13 if needs_w13 else None,
         grad_w2 if needs_w2 else None,
+        grad_norm_weight_D if needs_norm_weight else None,
     )
 
 
@@ -359,12 +435,12 @@ def routed_experts(
              w13_weight, w2_weight: this rank's experts, bf16, contiguous: [L, 2F, D] (gate rows, then up rows) and
              [L, D, F]; or [L, 2, F, D] and [L, D, F]; or flattened [L*2F, D] and [L*D, F]. In a block-scaled Context
              also both as PreparedWeight, in NVFP4 only so; their sources get the gradients.
-    Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores and weights,
-             once a forward, in one visit or, with retain_graph, one for the inputs and one for the weights with the
-             same gradient tensor of the output, as zero-bubble schedules have it; weight gradients leave backward in
-             Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the parameter's grad_dtype). A
-             selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward (block_scaled_forward); a
-             plain one saves, when it recomputes, into the slot then selected.
+    Returns: bf16 [T, D], new memory; rows of tokens without experts are 0. Differentiable in x, scores, weights and the
+             weight of an RMSNormPostprocess, once a forward, in one visit or, with retain_graph, one for the inputs and
+             one for the weights with the same gradient tensor of the output, as zero-bubble schedules have it; weight
+             gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the
+             parameter's grad_dtype). A selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward
+             (block_scaled_forward); a plain one saves, when it recomputes, into the slot then selected.
     Raises:  TypeError, ValueError for arguments; NotImplementedError naming a feature that this release only checks;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
     Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.
@@ -380,13 +456,14 @@ def routed_experts(
                 f"routed_experts: the context runs {context.world.size} virtual ranks, which are called together: use "
                 "dist_moe.virtual.routed_experts"
             )
-        save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight)
+        norm_weight_D, norm = norm_arguments_of(options)
+        save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight, *norm_weights_of(options))
         slot, depth = context.saved.selected
         if save and _runs_again_before_backward():
             slot = NO_SLOT
         inputs, prepared = unprepared(inputs)
         clip_limit, post = clip_limit_of(options), callable_of(options)
-        how = (post is not None, clip_limit)
+        how = (post is not None, clip_limit, norm_weight_D, norm)
         if context.path.format is None:
             out_TD, *_, clip_stats_3 = bf16_forward(*inputs, save, slot, depth, context.name, *how)
         else:
@@ -412,10 +489,24 @@ def clip_limit_of(options: ExecutionOptions | None) -> float | None:
     return min(max(options.swiglu_clip_limit, -largest), largest)
 
 
-def callable_of(options: ExecutionOptions | None) -> Callable[[Tensor], Tensor] | None:
-    """The caller's own function behind the experts."""
+def callable_of(options: ExecutionOptions | None) -> Callable[[Tensor], Tensor] | RMSNormPostprocess | None:
+    """What takes the route rows out of the op: the caller's own function, or a norm with an observer."""
     post = None if options is None else options.experts_output_postprocess
-    return None if isinstance(post, RMSNormPostprocess) else post
+    return None if isinstance(post, RMSNormPostprocess) and not post.has_observer else post
+
+
+def norm_weights_of(options: ExecutionOptions | None) -> tuple[Tensor, ...]:
+    """The weight of a norm behind the experts, if there is one."""
+    post = None if options is None else options.experts_output_postprocess
+    return (post.weight,) if isinstance(post, RMSNormPostprocess) and post.weight is not None else ()
+
+
+def norm_arguments_of(options: ExecutionOptions | None) -> tuple[Tensor | None, list[float] | None]:
+    """norm_weight_D and norm of the ops: of a norm without an observer."""
+    post = None if options is None else options.experts_output_postprocess
+    if not isinstance(post, RMSNormPostprocess) or post.has_observer:
+        return None, None
+    return post.weight, post.numbers
 
 
 def _runs_again_before_backward() -> bool:

@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 
 from .context import Context, live_context
+from .norm import norm_of
 from .ops import (
     NUM_STATE_TENSORS,
     define_forward,
     empty_clip_stats,
     empty_grads,
+    empty_norm_state,
+    empty_norm_weight_grad,
     empty_out,
     expert_major,
+    fake_backward,
     fake_state,
     run_backward,
     run_forward,
@@ -40,27 +44,41 @@ def _block_scaled_forward(
     depth: int,
     context: str,
     prepared: list[Tensor | None],
-    by_route: bool = False,
+    returns_routes: bool = False,
     clip_limit: float | None = None,
+    norm_weight_D: Tensor | None = None,
+    norm: list[float] | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, empty if
-    they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
+    """As dist_moe::bf16_forward; before that of a norm the state has values, scales and transposed scales of both
+    weights, empty if they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared ones the sources."""
     ctx = live_context(context)
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
-        *found, clip_stats_3 = run_forward(
-            ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth, by_route, clip_limit
-        )
+        how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
+        *found, kept_rows_TKD, rstd_TK, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
     operands = [part for weight in weights for part in weight[:3]]
     operands = operands if save and not prepared else [x_TD.new_empty(0) for _ in operands]
-    return *found, *operands, clip_stats_3
+    return *found, *operands, kept_rows_TKD, rstd_TK, clip_stats_3
 
 
 def _fake_block_scaled_forward(
-    x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared, by_route=False, clip_limit=None
+    x_TD,
+    ids_TK,
+    scores_TK,
+    w13,
+    w2,
+    save,
+    slot,
+    depth,
+    context,
+    prepared,
+    returns_routes=False,
+    clip_limit=None,
+    norm_weight_D=None,
+    norm=None,
 ):
     ctx = live_context(context)
     operands = [x_TD.new_empty(0) for _ in range(6)]
@@ -68,8 +86,9 @@ def _fake_block_scaled_forward(
         L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
         layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
         operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
-    out_TD = empty_out(x_TD, ids_TK, by_route)
-    return out_TD, *fake_state(x_TD, save, context), *operands, empty_clip_stats(x_TD, clip_limit)
+    out_TD = empty_out(x_TD, ids_TK, returns_routes)
+    more = (*operands, *empty_norm_state(x_TD, ids_TK, save, norm), empty_clip_stats(x_TD, clip_limit))
+    return out_TD, *fake_state(x_TD, save, context), *more
 
 
 block_scaled_forward = define_forward("block_scaled_forward", _block_scaled_forward, _fake_block_scaled_forward)
@@ -88,17 +107,20 @@ def block_scaled_backward(
     wgrad_dtype: torch.dtype,
     slot: int,
     context: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    norm_weight_D: Tensor | None = None,
+    norm: list[float] | None = None,
+    needs_norm_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As dist_moe::bf16_backward; the state ends with the operands of both weights."""
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        operands = state[NUM_STATE_TENSORS : NUM_STATE_TENSORS + 6]
+        grads += (empty_norm_weight_grad(grad_out_TD, norm_weight_D, needs_norm_weight),)
+        operands, norm_state = state[NUM_STATE_TENSORS:][:6], state[NUM_STATE_TENSORS:][6:8]
         weights = (QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
-        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, state, slot, grads)
+        how = (state, slot, grads, norm_of(norm_weight_D, norm), norm_state)
+        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, *how)
     return grads
 
 
-@block_scaled_backward.register_fake
-def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
-    return empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+block_scaled_backward.register_fake(fake_backward)

@@ -8,20 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import as_bool, as_float
+from .config import DIM_MULTIPLE, as_bool, as_float
+from .norm import MAX_NORM_DIM
 
-FUSED_RMSNORM_AVAILABLE = False  # the fused kernel is not in this release; flips when kernels_triton gains it
+_NORM_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class RMSNormPostprocess:
     """RMSNorm of every route's expert output, before the scores are applied. Checked by routed_experts, not here.
 
-    Args:    norm_output_dtype: of the normalised rows.  output_dtype: of the layer's output, that of x.
-             require_bitwise: keep the operation order of the unfused norm; False takes the faster kernel.
-             weight, gain_center: gain bf16(weight + gain_center) on the expert output before the norm, inference only.
+    Args:    norm_output_dtype: of the normalised rows, fp32 or bf16.  output_dtype: of the layer's output, that of x.
+             require_bitwise: keep the operation order of the unfused norm, as the one kernel always does: rows are
+             normalised and rounded, multiplied by the score, and added in slot order; the squares are added in an order
+             of its own.
+             weight, gain_center: gain bf16(weight + gain_center) on the expert output before the norm, rounded to bf16;
+             bf16 [D]. The weight gets a gradient, of the tokens of this rank.
              use_kahan: compensated sum of squares.  recompute_rstd: do not save 1/rms for backward.
-             observe_expert_output_fn(output), observe_expert_output_grad_fn(output, grad): eager only.
+             observe_expert_output_fn(output), observe_expert_output_grad_fn(output, grad): called with [T*K, D] in
+             forward and in backward, zeros for slots without an expert; eager only.
     """
 
     eps: float
@@ -38,6 +43,13 @@ class RMSNormPostprocess:
     @property
     def has_observer(self) -> bool:
         return self.observe_expert_output_fn is not None or self.observe_expert_output_grad_fn is not None
+
+    @property
+    def numbers(self) -> list[float]:
+        """As norm.norm_of takes them."""
+        bf16 = self.norm_output_dtype is torch.bfloat16
+        flags = (bf16, self.use_kahan, not self.recompute_rstd)
+        return [float(self.eps), float(self.gain_center), *map(float, flags)]
 
 
 @dataclass(frozen=True)
@@ -149,22 +161,7 @@ def _is_requested(value: Any) -> bool:
 def unsupported_features(options: ExecutionOptions) -> list[str]:
     """Names of the fields that ask for something which this release checks but does not execute yet."""
     names = ("inplace_wgrad_accum", "weights_preprocess_fn", "wgrad_postprocess_fn", "wgrad_destination_fn")
-    missing = [name for name in names if _is_requested(getattr(options, name))]
-    if isinstance(options.experts_output_postprocess, RMSNormPostprocess):
-        missing.append("experts_output_postprocess=RMSNormPostprocess")
-    return missing
-
-
-def satisfies_rmsnorm_contract(
-    *, input_dtype: Any, score_dtype: Any, norm_output_dtype: Any, output_dtype: Any, topk: Any, dim: Any
-) -> bool:
-    """Whether dtypes and sizes are those of the fused RMSNorm: bf16 rows and output, fp32 scores and norm."""
-    dtypes = (input_dtype, score_dtype, norm_output_dtype, output_dtype)
-    if dtypes != (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16):
-        return False
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in (topk, dim)):
-        return False
-    return topk in (2, 8) and 256 <= dim <= 16384 and dim % 128 == 0
+    return [name for name in names if _is_requested(getattr(options, name))]
 
 
 def supports_fused_post_expert_rmsnorm(
@@ -176,15 +173,12 @@ def supports_fused_post_expert_rmsnorm(
     topk: int,
     dim: int,
 ) -> bool:
-    """Whether RMSNormPostprocess can run fused for these dtypes and sizes. Never raises.
-
-    False for everything today: the fused kernel is not in this release (FUSED_RMSNORM_AVAILABLE).
-    """
-    return FUSED_RMSNORM_AVAILABLE and satisfies_rmsnorm_contract(
-        input_dtype=input_dtype,
-        score_dtype=score_dtype,
-        norm_output_dtype=norm_output_dtype,
-        output_dtype=output_dtype,
-        topk=topk,
-        dim=dim,
-    )
+    """Whether RMSNormPostprocess runs for these dtypes and sizes, on whatever device: bf16 rows and output, fp32 or
+    bf16 scores and norm, any top-k, hidden sizes that are multiples of 32 up to 16384. Never raises."""
+    if any(dtype is not torch.bfloat16 for dtype in (input_dtype, output_dtype)):
+        return False
+    if any(all(dtype is not known for known in _NORM_DTYPES) for dtype in (score_dtype, norm_output_dtype)):
+        return False
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in (topk, dim)):
+        return False
+    return topk >= 1 and DIM_MULTIPLE <= dim <= MAX_NORM_DIM and dim % DIM_MULTIPLE == 0

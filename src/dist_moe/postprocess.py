@@ -1,4 +1,5 @@
-"""Callables behind the experts: the caller's function of the route rows, then the sum weighted by the scores. Eager.
+"""Callables behind the experts: the caller's function of the route rows, then the sum weighted by the scores; and a
+norm whose rows are observed. Eager.
 
 The rows are what the experts returned, as their owner has them: [T * K, D] bf16, slot by slot, zeros for a slot without
 an expert and for the repetition of one, neither of which reaches the sum.
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .context import Context
+from .norm import norm_of
+from .options import RMSNormPostprocess
 from .reference import resolve_routes
 
 _WHERE = "routed_experts: experts_output_postprocess"
@@ -17,14 +20,21 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def postprocessed(
-    fn: Callable[[Tensor], Tensor], rows_TKD: Tensor, ids_TK: Tensor, scores_TK: Tensor, context: Context
+    fn: Callable[[Tensor], Tensor] | RMSNormPostprocess,
+    rows_TKD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    context: Context,
 ) -> Tensor:
-    """out_TD, differentiable in rows and scores; parameters that fn has captured get gradients, once a backward.
+    """out_TD, differentiable in rows, scores and the weight of a norm; parameters that fn has captured get gradients,
+    once a backward.
 
     Raises: TypeError, ValueError for what fn returns, and whatever it raises; in backward too, where the other ranks
             are told of it.
     """
     slots_TK, scores_TK = resolve_routes(ids_TK, scores_TK, context.config.num_experts)
+    if isinstance(fn, RMSNormPostprocess):
+        return _ObservedNorm.apply(fn, context, rows_TKD, slots_TK.contiguous(), scores_TK.contiguous(), fn.weight)
     return _Postprocess.apply(fn, context, rows_TKD, slots_TK >= 0, scores_TK)
 
 
@@ -56,6 +66,49 @@ class _Postprocess(torch.autograd.Function):
         except BaseException as error:  # for one, the callable's own
             ctx.context.refuse(error)
             raise
+
+
+class _ObservedNorm(torch.autograd.Function):
+    """The ops of the norm that runs inside of the call, here on the rows that came out of it."""
+
+    @staticmethod
+    def forward(ctx, post, context, rows_TKD, slots_TK, scores_TK, weight_D):
+        T, K, D = rows_TKD.shape
+        if post.observe_expert_output_fn is not None:
+            post.observe_expert_output_fn(rows_TKD.view(T * K, D))
+        norm, out_TD = norm_of(weight_D, post.numbers), rows_TKD.new_empty(T, D)
+        rstd_TK = rows_TKD.new_empty(T, K, dtype=torch.float32)
+        tensors = {"rows_TKD": rows_TKD, "ids_TK": slots_TK, "scores_TK": scores_TK, "norm": norm, "rstd_TK": rstd_TK}
+        context.path.ops.rmsnorm_reduce(out_TD, **tensors, kept_rows_TKD=None, stop_1=context.ranks[0].zero_1)
+        ctx.post, ctx.context = post, context
+        ctx.save_for_backward(rows_TKD, slots_TK, scores_TK, weight_D, None if post.recompute_rstd else rstd_TK)
+        return out_TD
+
+    @staticmethod
+    def backward(ctx, grad_out_TD):
+        rows_TKD, slots_TK, scores_TK, weight_D, rstd_TK = ctx.saved_tensors
+        T, K, D = rows_TKD.shape
+        grad_weight_D = torch.empty_like(weight_D) if ctx.needs_input_grad[5] else None
+        grads = torch.zeros_like(rows_TKD), torch.zeros_like(scores_TK)
+        ctx.context.path.ops.rmsnorm_reduce_backward(
+            grad_out_TD.contiguous(),
+            rows_TKD=rows_TKD,
+            ids_TK=slots_TK,
+            scores_TK=scores_TK,
+            norm=norm_of(weight_D, ctx.post.numbers),
+            rstd_TK=rstd_TK,
+            grad_rows_TKD=grads[0],
+            grad_scores_TK=grads[1],
+            grad_weight_D=grad_weight_D,
+            stop_1=ctx.context.ranks[0].zero_1,
+        )
+        if ctx.post.observe_expert_output_grad_fn is not None:
+            try:
+                ctx.post.observe_expert_output_grad_fn(rows_TKD.view(T * K, D), grads[0].view(T * K, D))
+            except BaseException as error:
+                ctx.context.refuse(error)
+                raise
+        return None, None, grads[0], None, grads[1], grad_weight_D
 
 
 def _backward(ctx, grad_out_TD: Tensor) -> tuple[Tensor, None, Tensor]:

@@ -20,6 +20,8 @@ from .reference_formats import quantize_columns as quantize_columns
 from .reference_formats import quantize_rows as quantize_rows
 from .reference_formats import quantize_weights as quantize_weights
 from .reference_memory import rows_of, set_fault, stopped
+from .reference_norm import rmsnorm_reduce as rmsnorm_reduce
+from .reference_norm import rmsnorm_reduce_backward as rmsnorm_reduce_backward
 from .reference_producers import dispatch_packed as dispatch_packed
 from .reference_producers import dispatch_quantize as dispatch_quantize
 from .reference_producers import quantize_received as quantize_received

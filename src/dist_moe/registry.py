@@ -147,6 +147,8 @@ _TRITON_FILES = {
     "swiglu_backward": "swiglu",
     "combine": "combine",
     "reduce": "combine",
+    "rmsnorm_reduce": "rmsnorm",
+    "rmsnorm_reduce_backward": "rmsnorm",
     "collect_score_grads": "combine",
     "finish": "finish",
 }

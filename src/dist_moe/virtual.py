@@ -15,7 +15,17 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
-from .ops import callable_of, clip_limit_of, empty_out, expert_major, unprepared
+from .norm import norm_of
+from .ops import (
+    callable_of,
+    clip_limit_of,
+    empty_norm_state,
+    empty_out,
+    expert_major,
+    norm_arguments_of,
+    norm_weights_of,
+    unprepared,
+)
 from .options import ExecutionOptions
 from .postprocess import postprocessed
 from .symm import World
@@ -55,14 +65,16 @@ class _VirtualExperts(torch.autograd.Function):
         options: list[ExecutionOptions | None],
         *flat: Tensor,
     ):
-        """prepared: of every rank ops.prepared_operands, or nothing."""
+        """prepared: of every rank ops.prepared_operands, or nothing.  flat: five inputs of every rank, then their
+        weights of norms, or None."""
+        flat, norm_weights = flat[: 5 * len(options)], flat[5 * len(options) :]
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
         slot, depth = context.saved.selected
         with context.call():
             calls = []
             for (x_TD, ids_TK, scores_TK, *weights), operands, asked in zip(ranks_in, prepared, options, strict=True):
-                by_route = callable_of(asked) is not None
-                out_TD = empty_out(x_TD, ids_TK, by_route)
+                returns_routes = callable_of(asked) is not None
+                out_TD = empty_out(x_TD, ids_TK, returns_routes)
                 if context.path.format is None:
                     weights = expert_major(context, *weights)
                 else:
@@ -70,14 +82,18 @@ class _VirtualExperts(torch.autograd.Function):
 
                     weights = ops_scaled.weights_of_call(context, *weights, operands)
                 inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
-                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth, by_route))
+                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth, returns_routes))
+                norm_weight_D, norm = norm_arguments_of(asked)
+                calls[-1].norm = norm_of(norm_weight_D, norm)
+                norm_state = empty_norm_state(x_TD, ids_TK, save, norm)
+                calls[-1].kept_rows_TKD, calls[-1].rstd_TK = (t if t.dim() > 1 else None for t in norm_state)
                 if (clip_limit := clip_limit_of(asked)) is not None:
                     calls[-1].clip_limit, calls[-1].clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
             if save:
                 context.saved.push(slot, depth)
             moe.forward(context.path, context.ranks, calls)
         read = [t for tensors in ranks_in for t in tensors[1:]] + [t for operands in prepared for t in operands]
-        autograd_ctx.save_for_backward(*read)
+        autograd_ctx.save_for_backward(*read, *norm_weights)
         outs = tuple(call.out_TD for call in calls)
         for call in calls:
             call.out_TD = None  # the outputs name this node: kept here, all of it would live until a garbage collection
@@ -102,9 +118,15 @@ class _VirtualExperts(torch.autograd.Function):
                 call.plan,
                 call.place,
                 torch.empty_like(call.x_TD),
-                None if call.by_route else torch.empty_like(call.scores_TK, memory_format=torch.contiguous_format),
+                None
+                if grad_out.dim() == 3
+                else torch.empty_like(call.scores_TK, memory_format=torch.contiguous_format),
                 torch.empty((L, 2 * F, D), dtype=dtype, device=context.device),
                 torch.empty((L, D, F), dtype=dtype, device=context.device),
+                call.norm,
+                call.kept_rows_TKD,
+                call.rstd_TK,
+                None if call.norm is None or call.norm.weight_D is None else torch.empty_like(call.norm.weight_D),
             )
             for call, grad_out in zip(autograd_ctx.calls, grad_outs, strict=True)
         ]
@@ -116,7 +138,7 @@ class _VirtualExperts(torch.autograd.Function):
         for c, w13, w2 in zip(calls, saved[2::4], saved[3::4], strict=True):
             weights = (c.grad_w13_L2FD.view(w13.shape), c.grad_w2_LDF.view(w2.shape))
             grads += [c.grad_x_TD, None, c.grad_scores_TK, *weights]
-        return None, None, None, None, *grads
+        return None, None, None, None, *grads, *(c.grad_norm_weight_D for c in calls)
 
 
 def routed_experts(
@@ -132,11 +154,12 @@ def routed_experts(
     for rank, asked in zip(inputs, options, strict=True):
         tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
         check_call(*tensors, context, asked)
-        save |= wants_backward(context, *tensors)
+        save |= wants_backward(context, *tensors, *norm_weights_of(asked))
         tensors, operands = unprepared(tensors)
         flat += tensors
         prepared.append(operands)
-    outs = _VirtualExperts.apply(context, save, prepared, options, *flat)
+    norm_weights = [norm_arguments_of(asked)[0] for asked in options]
+    outs = _VirtualExperts.apply(context, save, prepared, options, *flat, *norm_weights)
     return [
         out if (post := callable_of(asked)) is None else postprocessed(post, out, rank.ids_TK, rank.scores_TK, context)
         for out, rank, asked in zip(outs, inputs, options, strict=True)

@@ -310,10 +310,6 @@ def test_an_object_that_is_no_context_is_refused():
     [
         (ExecutionOptions(inplace_wgrad_accum=True), "inplace_wgrad_accum"),
         (ExecutionOptions(weights_preprocess_fn=lambda w: w), "weights_preprocess_fn"),
-        (
-            ExecutionOptions(experts_output_postprocess=RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)),
-            "experts_output_postprocess",
-        ),
         (ExecutionOptions(wgrad_postprocess_fn=lambda n, g: g), "wgrad_postprocess_fn"),
         (ExecutionOptions(wgrad_destination_fn=lambda *a: None), "wgrad_destination_fn"),
     ],
@@ -331,9 +327,18 @@ def test_what_is_not_built_yet_says_so(options, feature, fast):
         (RMSNormPostprocess(0.0, torch.float32, torch.bfloat16), "eps must be finite and positive"),
         (RMSNormPostprocess(1e-6, torch.float32, torch.float32), "output_dtype must be that of x_TD"),
         (RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, gain_center=1.0), "gain_center needs a weight"),
+        (RMSNormPostprocess(1e-6, torch.float16, torch.bfloat16), "norm_output_dtype must be float32 or bfloat16"),
+        (
+            RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, weight=torch.ones(D).bfloat16(), use_kahan=True),
+            "exclude each other",
+        ),
+        (
+            RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, weight=torch.ones(D)),
+            r"weight must be contiguous \[64",
+        ),
     ],
 )
-def test_a_bad_rmsnorm_is_refused_before_it_is_called_missing(post, words, fast):
+def test_a_bad_rmsnorm_is_refused(post, words, fast):
     with pytest.raises(ValueError, match=words):
         call(fast, options=ExecutionOptions(experts_output_postprocess=post))
 
@@ -375,6 +380,25 @@ def test_forward_op_by_route_and_counting_passes_opcheck(save):
     with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
         x = inputs()["x_TD"].requires_grad_(save)
         torch.library.opcheck(ops.bf16_forward, (*op_arguments(context, save, x_TD=x), True, 1.0))
+
+
+NUMBERS = [1e-6, 1.0, 0.0, 0.0, 1.0]  # of a norm that keeps 1 / rms
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_ops_with_a_norm_pass_opcheck(save):
+    deep = config(max_moe_layers_per_activation_slot=64)
+    with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
+        weight = torch.rand(D).bfloat16().requires_grad_(save)
+        torch.library.opcheck(ops.bf16_forward, (*op_arguments(context, save), False, None, weight, NUMBERS))
+        for utility in ("test_schema", "test_faketensor") if save else ():
+            context.reset()
+            weight = weight.detach()
+            with torch.no_grad():
+                _, *state = ops.bf16_forward(*op_arguments(context, True), False, None, weight, NUMBERS)
+            given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+            arguments = (torch.randn(T, D).bfloat16(), *given, weight, NUMBERS, True)
+            torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
@@ -438,7 +462,7 @@ def test_what_a_forward_made_dies_with_its_output(fast):
     gc.disable()
     try:
         out = call(fast, x_TD=inputs()["x_TD"].requires_grad_())
-        state = [weakref.ref(tensor) for tensor in out.grad_fn.saved_tensors]
+        state = [weakref.ref(tensor) for tensor in out.grad_fn.saved_tensors if tensor is not None]
         node = weakref.ref(out.grad_fn)
         out.sum().backward()
         del out

@@ -211,6 +211,21 @@ def test_forward_op_passes_opcheck(save, ready):
         torch.library.opcheck(op, op_arguments(context, save, operands), test_utils=utilities)
 
 
+def test_ops_with_a_norm_pass_opcheck():
+    deep, norm = config(max_moe_layers_per_activation_slot=64), (torch.rand(D).bfloat16(), [1e-6, 1.0, 0.0, 0.0, 1.0])
+    with context_of(deep) as context, torch.no_grad():
+        arguments = (*op_arguments(context, True), False, 1.0, *norm)
+        op = torch.ops.dist_moe.block_scaled_forward.default
+        torch.library.opcheck(op, arguments, test_utils=UTILITIES[:2])
+        context.reset()
+        _, *state = op(*arguments)
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        backward = torch.ops.dist_moe.block_scaled_backward
+        torch.library.opcheck(
+            backward, (torch.randn(T, D).bfloat16(), *given, *norm, True), test_utils="test_faketensor"
+        )
+
+
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
 def test_backward_op_passes_opcheck(needs, context):
     with torch.no_grad():

@@ -3,11 +3,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dist_moe import options as options_module
 from dist_moe.options import (
     ExecutionOptions,
     RMSNormPostprocess,
-    satisfies_rmsnorm_contract,
     supports_fused_post_expert_rmsnorm,
     unsupported_features,
 )
@@ -143,7 +141,7 @@ def test_requires_eager(values, expected):
         ({"experts_output_postprocess": FalsyCallable()}, []),
         (
             {"weights_preprocess_fn": print, "experts_output_postprocess": NORM, "wgrad_postprocess_fn": print},
-            ["weights_preprocess_fn", "wgrad_postprocess_fn", "experts_output_postprocess=RMSNormPostprocess"],
+            ["weights_preprocess_fn", "wgrad_postprocess_fn"],
         ),
         ({"wgrad_destination_fn": print}, ["wgrad_destination_fn"]),
     ],
@@ -169,12 +167,17 @@ CONTRACT = {
         ({"topk": 2}, True),
         ({"dim": 256}, True),
         ({"dim": 16384}, True),
-        ({"topk": 4}, False),
-        ({"dim": 128}, False),
-        ({"dim": 16512}, False),
-        ({"dim": 320}, False),
-        ({"score_dtype": torch.bfloat16}, False),
-        ({"norm_output_dtype": torch.bfloat16}, False),
+        ({"topk": 4}, True),
+        ({"topk": 1}, True),
+        ({"topk": 0}, False),
+        ({"dim": 32}, True),
+        ({"dim": 2880}, True),
+        ({"dim": 16416}, False),
+        ({"dim": 336}, False),
+        ({"score_dtype": torch.bfloat16}, True),
+        ({"score_dtype": torch.float16}, False),
+        ({"norm_output_dtype": torch.bfloat16}, True),
+        ({"norm_output_dtype": torch.float16}, False),
         ({"output_dtype": torch.float32}, False),  # not the dtype of x
         ({"input_dtype": torch.float32, "output_dtype": torch.float32}, False),
         ({"topk": True}, False),
@@ -183,9 +186,5 @@ CONTRACT = {
         ({"input_dtype": "bfloat16"}, False),
     ],
 )
-def test_rmsnorm_contract(changes, expected, monkeypatch):
-    values = CONTRACT | changes
-    assert satisfies_rmsnorm_contract(**values) is expected
-    assert supports_fused_post_expert_rmsnorm(**values) is False  # no kernel in this release
-    monkeypatch.setattr(options_module, "FUSED_RMSNORM_AVAILABLE", True)
-    assert supports_fused_post_expert_rmsnorm(**values) is expected
+def test_supports_fused_post_expert_rmsnorm(changes, expected):
+    assert supports_fused_post_expert_rmsnorm(**CONTRACT | changes) is expected
