@@ -121,12 +121,13 @@ def _rmsnorm_reduce(
         for k in range(K):
             used = tl.load(ids_ptr + t * K + k) >= 0
             score = tl.load(scores_ptr + t * K + k)
-            value = tl.load(rows_ptr + (t * K + k) * D + offs_d, mask=mask_d & used, other=0.0)
+            row_mask = offs_d < tl.where(used, D, 0)
+            value = tl.load(rows_ptr + (t * K + k) * D + offs_d, mask=row_mask, other=0.0)
             h = _with_gain(value.to(tl.float32), weight_ptr, offs_d, mask_d, gain_center)
             rstd = _rstd(h, eps, D, KAHAN)
             acc += score * _round(h * rstd, NORM_BF16)  # without an expert 0 * 0
             if kept_ptr is not None:
-                tl.store(kept_ptr + (t * K + k) * D + offs_d, value, mask=mask_d & used)
+                tl.store(kept_ptr + (t * K + k) * D + offs_d, value, mask=row_mask)
             if rstd_ptr is not None:
                 tl.store(rstd_ptr + t * K + k, rstd)
         tl.store(out_ptr + t * D + offs_d, acc.to(tl.bfloat16), mask=mask_d)
@@ -172,7 +173,7 @@ def _rmsnorm_reduce_backward(
         for k in range(K):
             used = tl.load(ids_ptr + t * K + k) >= 0
             score = tl.load(scores_ptr + t * K + k)
-            row_mask = mask_d & used
+            row_mask = offs_d < tl.where(used, D, 0)
             row_ptrs = rows_ptr + (t * K + k) * D + offs_d
             row = tl.load(row_ptrs, mask=row_mask, other=0.0).to(tl.float32)
             h = _with_gain(row, weight_ptr, offs_d, mask_d, gain_center)
