@@ -60,9 +60,17 @@ def named(block_scaled) -> str:
     return "bf16" if block_scaled is None else str(block_scaled.format)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block_scaled", FORMATS, ids=named)
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Interpreted, block-scaled ranks take a second each: one case has padding and de-duplication.
+EACH = [
+    pytest.param(case, how, backend, id=f"{case}-{named(how)}-{backend}", marks=pytest.mark.gpu if slow else ())
+    for case in CASES
+    for how in FORMATS
+    for backend in BACKENDS
+    for slow in [backend == "triton" and how is not None and case is not CASES[1]]
+]
+
+
+@pytest.mark.parametrize("case, block_scaled, backend", EACH)
 def test_counts_are_exact_and_change_nothing(case, block_scaled, backend):
     device, inputs = device_of(backend), whole_numbers(case)
     config, wanted = case.config(block_scaled=block_scaled, **FORWARD_ONLY), counts_of(case, inputs)
