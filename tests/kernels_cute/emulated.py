@@ -4,7 +4,7 @@ import torch
 from tests import sm100
 
 from dist_moe.kernels_cute import build, grouped_gemm
-from dist_moe.kernels_cute.tiles import Product, Tile
+from dist_moe.kernels_cute.tiles import RESERVED_BYTES, WARPS, Product, Tile
 
 from .problems import Problem
 
@@ -24,8 +24,11 @@ def launch_of(
         memory.add(tensor.view(torch.uint8).numpy(), name)
     kernel = build.kernel_of(product, tile)
     given = grouped_gemm.addresses(problem.given) | {"programs": programs}
-    names = [*build.parameters(kernel)]
-    return sm100.capture(build.compiled(product, tile), *(given.get(name, 0) for name in names)), memory
+    arguments = (given.get(name, 0) for name in build.parameters(kernel))
+    launch = sm100.capture(build.compiled(product, tile), *arguments)
+    assert launch.grid == (programs, 1, 1) and launch.block == (32 * WARPS, 1, 1)
+    assert tile.shared_bytes - RESERVED_BYTES < launch.shared_bytes <= tile.shared_bytes
+    return launch, memory
 
 
 def run(problem: Problem, tile: Tile, *, seed: int = 0, programs: int = 2, ptx: str | None = None, **flags) -> None:

@@ -73,3 +73,25 @@ def test_the_command_says_what_does_not_exist(tmp_path):
     command = [sys.executable, "-m", "dist_moe.kernels_cute.compile", "--format", "nvfp4", "--op", "wgrad"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1 and "wgrad exists in formats with one value in a byte" in done.stderr
+
+
+@pytest.mark.emulated
+@pytest.mark.interpreter
+def test_a_launch_gets_as_far_as_the_driver():
+    """What an op passes is what the compiled kernel takes; without a driver that is where it ends."""
+    from cutlass.base_dsl.common import DSLCudaRuntimeError
+
+    from dist_moe.kernels_cute import build, grouped_gemm
+
+    from .emulated import product_of
+    from .kinds import KINDS
+
+    kind = KINDS[0]
+    problem = kind.problem((3,), 128, 128)
+    product = product_of(problem)
+    given = grouped_gemm.addresses(problem.given)
+    arguments = build.arguments(build.kernel_of(product, kind.tile), 0, programs=2, **given)
+    with pytest.raises(DSLCudaRuntimeError, match="cudaErrorInsufficientDriver"):
+        build.compiled(product, kind.tile)(*arguments)
+    with pytest.raises(AssertionError, match="no arguments of the kernel: colums"):
+        build.arguments(build.kernel_of(product, kind.tile), 0, programs=2, **given, colums=3)
