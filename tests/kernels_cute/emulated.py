@@ -1,5 +1,7 @@
 """Runs a problem's product in the emulator of PTX."""
 
+import contextlib
+
 import torch
 from tests import sm100
 
@@ -31,8 +33,41 @@ def launch_of(
     return launch, memory
 
 
-def run(problem: Problem, tile: Tile, *, seed: int = 0, programs: int = 2, ptx: str | None = None, **flags) -> None:
-    """Leaves the results in problem.outs. ptx: other code than what was compiled."""
+def run(problem: Problem, tile: Tile, *, seed: int = 0, programs: int = 2, far: bool = False, **flags) -> None:
+    """Leaves the results in problem.outs. flags: of the product.
+
+    far: places of results, and of outer scales, count from addresses that lie far below their buffers.
+    """
     product = product_of(problem, **flags)
-    launch, memory = launch_of(problem, product, tile, programs)
-    sm100.emulate(ptx or build.compiled(product, tile).__ptx__, launch, memory, seed)
+    with far_places(problem) if far else contextlib.nullcontext():
+        launch, memory = launch_of(problem, product, tile, programs)
+        sm100.emulate(build.compiled(product, tile).__ptx__, launch, memory, seed)
+
+
+FAR = {"out": ("out_start", 2**30), "x_outer": ("x_outer_start", 2**31), "h2_values": ("h2_start", 2**30)}
+FAR |= {"h2_scales": ("h2_scales_start", 2**33)}
+
+
+@contextlib.contextmanager
+def far_places(problem: Problem):
+    """Words that say where something begins are larger by so many rows, bytes of scales, or outer scales."""
+    given, address_of = problem.given, grouped_gemm.addresses
+    moved = {name: far for name, far in FAR.items() if isinstance(given.get(name), torch.Tensor)}
+    moved = {name: far for name, far in moved.items() if given[name].numel()}
+
+    def addresses(given):
+        found = address_of(given)
+        for name, (_, count) in moved.items():
+            tensor = given[name]
+            found[name] -= count * tensor[:1].numel() * tensor.element_size()
+        return found
+
+    for start, count in moved.values():
+        given[start] += count
+    grouped_gemm.addresses = addresses
+    try:
+        yield
+    finally:
+        grouped_gemm.addresses = address_of
+        for start, count in moved.values():
+            given[start] -= count
