@@ -1,4 +1,5 @@
-"""routed_experts and the custom ops it calls: one opaque forward, one opaque backward.
+"""routed_experts and the custom ops it calls: one opaque forward, one opaque backward, and one that writes the weight
+gradients into tensors of the caller's, which its schema says.
 
 The ops name their Context by its handle and find its buffers inside: a symmetric region that were an op argument could
 reach the op as a clone, and peers would write elsewhere. What forward hands to backward travels as returned tensors.
@@ -12,11 +13,12 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from . import moe
-from .checks import check_call, wants_backward
+from .checks import check_call, check_preprocessed, wants_backward
 from .context import Context, live_context
 from .options import ExecutionOptions
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
+from .wgrad import PLAIN, W2, W13, Targets, WeightGrads
 
 NO_SLOT = -1
 # How a checkpoint ends its recomputation once it has what it needs: out of a hook, and no failure.
@@ -97,7 +99,52 @@ def bf16_backward(
     return grads
 
 
-def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, slot: int, grads: tuple) -> None:
+@torch.library.custom_op(
+    "dist_moe::bf16_backward_accumulate_", mutates_args=("accumulator_grad_w13", "accumulator_grad_w2")
+)
+def bf16_backward_accumulate_(
+    grad_out_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    state: list[Tensor],
+    accumulator_grad_w13: Tensor | None,
+    accumulator_grad_w2: Tensor | None,
+    adds_w13: bool,
+    adds_w2: bool,
+    slot: int,
+    context: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and scores; those of the weights go into the accumulators, contiguous bf16 or FP32 tensors of as
+    many elements, None for a weight without one: added to what they hold, or written over it. Collective."""
+    ctx = live_context(context)
+    with ctx.call():
+        grads = (
+            *empty_grads_of_tokens(grad_out_TD, scores_TK),
+            *accumulators(accumulator_grad_w13, accumulator_grad_w2),
+        )
+        given = (grad_out_TD, ids_TK, scores_TK, *expert_major(ctx, w13, w2), state, slot, grads)
+        run_backward(ctx, *given, adds_w13, adds_w2)
+    return grads[:2]
+
+
+@bf16_backward_accumulate_.register_fake
+def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, acc_w13, acc_w2, adds_w13, adds_w2, slot, context):
+    return empty_grads_of_tokens(grad_out_TD, scores_TK)
+
+
+def accumulators(*grads: Tensor | None) -> list[Tensor]:
+    """As the gradients that run_backward fills. Raises ValueError as expert_major."""
+    for name, grad in zip(("w13", "w2"), grads, strict=True):
+        if grad is not None:
+            _require_aligned(f"what takes the gradient of {name}", grad)
+    return [torch.empty(0) if grad is None else grad for grad in grads]
+
+
+def run_backward(
+    ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, slot: int, grads: tuple, adds_w13=False, adds_w2=False
+) -> None:
     """Fill the gradients of x, scores, w13 and w2, empty ones but for those of weights that are not wanted; inside
     ctx.call(), of weights as the path takes them."""
     L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
@@ -116,6 +163,8 @@ def run_backward(ctx: Context, grad_out_TD, ids_TK, scores_TK, w13, w2, state, s
         state[NUM_PLAN_TENSORS],
         *grads[:2],
         *of_weights,
+        adds_w13,
+        adds_w2,
     )
     ctx.saved.pop(slot)
     moe.backward(ctx.path, ctx.ranks, [call])
@@ -130,10 +179,16 @@ def empty_grads(
     grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
-        torch.empty(grad_out_TD.shape, dtype=grad_out_TD.dtype, device=grad_out_TD.device),
-        torch.empty(scores_TK.shape, dtype=scores_TK.dtype, device=scores_TK.device),
+        *empty_grads_of_tokens(grad_out_TD, scores_TK),
         w13.new_empty(w13.shape if needs_w13 else (0,), dtype=wgrad_dtype),
         w2.new_empty(w2.shape if needs_w2 else (0,), dtype=wgrad_dtype),
+    )
+
+
+def empty_grads_of_tokens(grad_out_TD, scores_TK) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(grad_out_TD.shape, dtype=grad_out_TD.dtype, device=grad_out_TD.device),
+        torch.empty(scores_TK.shape, dtype=scores_TK.dtype, device=scores_TK.device),
     )
 
 
@@ -160,27 +215,32 @@ def expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]
 
     Raises: ValueError for an address that is not a multiple of 16, which TMA cannot read; only real tensors have one.
     """
-    for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
-        if weight.data_ptr() % 16:
-            raise ValueError(
-                f"routed_experts: {name} must start at a multiple of 16 bytes, it is a view at an odd place; clone it"
-            )
+    _require_aligned("w13_weight", w13)
+    _require_aligned("w2_weight", w2)
     L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
     return w13.detach().view(L, 2 * F, D), w2.detach().view(L, D, F)
 
 
+def _require_aligned(name: str, tensor: Tensor) -> None:
+    if tensor.data_ptr() % 16:
+        raise ValueError(
+            f"routed_experts: {name} must start at a multiple of 16 bytes, it is a view at an odd place; clone it"
+        )
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, op, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            out_TD, *state = op(*inputs)
+    def forward(ctx, op, wgrads: WeightGrads, *inputs):
+        out_TD, *state = _run_forward(op, wgrads, inputs)
         _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *prepared = inputs
         ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
         saved = state
+        if wgrads.preprocess_fn is not None:  # only the weights as they came, from which backward makes the operands
+            saved = state[:NUM_STATE_TENSORS]
         if prepared and prepared[0]:  # in place of weights that the call would have quantised
             saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(*prepared)]
         ctx.save_for_backward(ids_TK, scores_TK, w13, w2, *(saved if save else ()))
-        ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs = context, slot, None, len(inputs)
+        ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs, ctx.wgrads = context, slot, None, len(inputs), wgrads
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
@@ -193,6 +253,21 @@ class _Differentiable(torch.autograd.Function):
             D = live_context(ctx.handle).config.hidden_dim
             grad_out_TD = torch.zeros(ids_TK.shape[0], D, dtype=torch.bfloat16, device=ids_TK.device)
         return _backward(ctx, grad_out_TD)
+
+
+def _run_forward(op, wgrads: WeightGrads, inputs: tuple):
+    """The op, below autograd, of the weights that wgrads makes."""
+    weights = preprocessed(wgrads, live_context(inputs[8]), *inputs[W13 : W2 + 1])
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*inputs[:W13], *weights, *inputs[W2 + 1 :])
+
+
+def preprocessed(wgrads: WeightGrads, context: Context, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights that the experts multiply with. Raises TypeError, ValueError for what the callback returned."""
+    found = wgrads.preprocessed(*weights)
+    if wgrads.preprocess_fn is not None:
+        check_preprocessed(weights, found, context)
+    return found
 
 
 @dataclass(frozen=True)
@@ -219,25 +294,28 @@ def _backward(ctx, grad_out_TD):
     context = live_context(ctx.handle)
     try:
         nodes = {place: node for place, (node, _) in enumerate(ctx.next_functions) if node is not None}
-        taken = {place for place, node in nodes.items() if _takes(node)}
+        taken = {place for place, node in nodes.items() if takes(node)}
         num_resets = context.saved.num_resets
         kept, ctx.kept = ctx.kept, None
-        if kept is not None and kept.serves(taken, grad_out_TD, num_resets):
+        serves = kept is not None and kept.serves(taken, grad_out_TD, num_resets)
+        if serves:
             context.raise_fault()
-            grads = kept.grads
         else:
-            grads = dict(enumerate(_checked_backward(ctx, grad_out_TD, context)))
+            saved = _saved_tensors(ctx, context)
+        targets = resolve_targets(ctx.wgrads, context, nodes)
+        grads = dict(kept.grads) if serves else _run_backward(ctx, saved, grad_out_TD, context, targets, taken)
         left = {place: grads[place] for place in nodes.keys() - taken if place in grads}
         # A gradient with a graph could hold this node; one of inference mode does not tell when it is changed.
         if left and _keeps_graph() and not torch.is_grad_enabled() and not grad_out_TD.is_inference():
             ctx.kept = _Kept(left, weakref.ref(grad_out_TD), grad_out_TD._version, num_resets)
+        deliver(ctx.wgrads, targets, grads, taken, context.ranks[0].stop_1)
     except BaseException as error:  # for one, a weight that was changed in place since forward
         context.refuse(error)
         raise
-    return None, *map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)
+    return None, None, *map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)
 
 
-def _takes(node) -> bool:
+def takes(node) -> bool:
     """Whether the engine passes on a gradient to this next node in the visit it makes."""
     try:
         return _executes(node)
@@ -245,29 +323,68 @@ def _takes(node) -> bool:
         return True
 
 
-def _checked_backward(ctx, grad_out_TD, context: Context):
-    ids_TK, scores_TK, w13, w2, *state = ctx.saved_tensors
-    if not state:
+def _saved_tensors(ctx, context: Context) -> tuple[Tensor, ...]:
+    """Of a node whose backward may run now; a checkpoint runs the forward for them, and once only."""
+    saved = ctx.saved_tensors
+    if not saved[4:]:
         raise RuntimeError("this forward was called with save=False, so it has no backward")
     if ctx.saved_forward is not None:
         context.require_newest(ctx.saved_forward)
-    needs_w13, needs_w2 = ctx.needs_input_grad[4:6]
-    run = bf16_backward if context.path.format is None else torch.ops.dist_moe.block_scaled_backward
-    grads = run(
-        grad_out_TD,
-        ids_TK,
-        scores_TK,
-        w13,
-        w2,
-        state,
-        needs_w13,
-        needs_w2,
-        context.config.wgrad_dtype or w13.dtype,
-        ctx.slot,
-        ctx.handle,
-    )
-    grad_x_TD, grad_scores_TK, grad_w13, grad_w2 = grads
-    return grad_x_TD, None, grad_scores_TK, grad_w13 if needs_w13 else None, grad_w2 if needs_w2 else None
+    return saved
+
+
+def resolve_targets(wgrads: WeightGrads, context: Context, nodes: dict) -> Targets:
+    """Where this visit's weight gradients go; nodes: by place, what the engine visits next."""
+    accumulated = set()
+    if wgrads.writes_itself:
+        accumulated = {place for place in (W13, W2) if place in nodes and _is_added(nodes[place], wgrads.owner(place))}
+    return wgrads.resolve(context.config.wgrad_dtype, accumulated)
+
+
+def _is_added(node, owner: Tensor | None) -> bool:
+    """Whether the engine adds this visit's gradient to a .grad, rather than leaves it or returns it."""
+    if owner is not None and getattr(node, "variable", None) is not owner:
+        node = torch.autograd.graph.get_gradient_edge(owner).node
+    try:
+        return _executes(node)
+    except RuntimeError:  # see takes
+        return False
+
+
+def _run_backward(ctx, saved, grad_out_TD, context: Context, targets: Targets, taken: set[int]) -> dict[int, Tensor]:
+    """The gradients by place, without those that it wrote into destinations."""
+    ids_TK, scores_TK, w13, w2, *state = saved
+    w13, w2 = preprocessed(ctx.wgrads, context, w13, w2)
+    op = "bf16_backward"
+    if context.path.format is not None:
+        op = "block_scaled_backward"
+        if len(state) == NUM_STATE_TENSORS:
+            from .ops_scaled import operands_of_call
+
+            state = [*state, *operands_of_call(context, w13, w2)]
+    needed = {place for place, needs in ((W13, ctx.needs_input_grad[5]), (W2, ctx.needs_input_grad[6])) if needs}
+    given = (grad_out_TD, ids_TK, scores_TK, w13, w2, state)
+    if targets.written_by_backward(needed):
+        into = [targets.into.get(place) for place in (W13, W2)]
+        tensors = [None if destination is None else destination.tensor for destination in into]
+        adds = [destination is not None and destination.accumulate for destination in into]
+        grads = getattr(torch.ops.dist_moe, f"{op}_accumulate_")(*given, *tensors, *adds, ctx.slot, ctx.handle)
+        return dict(zip((0, 2), grads, strict=True))
+    dtype = targets.dtype_of_new(needed, taken, ctx.wgrads)
+    how = (W13 in needed, W2 in needed, dtype, ctx.slot, ctx.handle)
+    grads = dict(zip((0, 2, W13, W2), getattr(torch.ops.dist_moe, op)(*given, *how), strict=True))
+    return {place: grad for place, grad in grads.items() if place in (0, 2) or place in needed}
+
+
+def deliver(wgrads: WeightGrads, targets: Targets, grads: dict, taken: set[int], stop_1: Tensor) -> None:
+    """Put the weight gradients that this visit takes where they go; what is left of them in grads is autograd's."""
+    for place in (W2, W13):
+        if place not in taken or grads.get(place) is None:
+            continue
+        if place in targets.into:
+            targets.into[place].take(grads.pop(place), stop_1)
+        else:
+            grads[place] = wgrads.for_autograd(place, grads[place], targets.dtype)
 
 
 def _refuse_vmap(*inputs):
@@ -288,7 +405,7 @@ def define_forward(name: str, forward, fake):
 
     def with_autograd(*inputs):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return _Differentiable.apply(op, *inputs)
+            return _Differentiable.apply(op, PLAIN, *inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
@@ -351,17 +468,30 @@ def routed_experts(
         if save and _runs_again_before_backward():
             slot = NO_SLOT
         inputs, prepared = unprepared(inputs)
-        if context.path.format is None:
-            out_TD, *_ = bf16_forward(*inputs, save, slot, depth, context.name)
+        wgrads = weight_grads_of(options, inputs, save)
+        inputs = (*inputs, save, slot, depth, context.name)
+        op = bf16_forward
+        if context.path.format is not None:
+            op, inputs = torch.ops.dist_moe.block_scaled_forward.default, (*inputs, prepared)
+        if wgrads is PLAIN:
+            out_TD, *_ = op(*inputs)
+        elif save:
+            out_TD, *_ = _Differentiable.apply(op, wgrads, *inputs)
         else:
-            scaled_forward = torch.ops.dist_moe.block_scaled_forward.default
-            out_TD, *_ = scaled_forward(*inputs, save, slot, depth, context.name, prepared)
+            out_TD, *_ = _run_forward(op, wgrads, inputs)
     except _EARLY_STOP:
         raise
     except BaseException as error:
         context.refuse(error)
         raise
     return out_TD
+
+
+def weight_grads_of(options: ExecutionOptions | None, inputs: tuple, save: bool) -> WeightGrads:
+    """Of a call whose prepared weights are their sources. Raises ValueError for owners."""
+    if options is None or options.leaves_weights_alone:
+        return PLAIN
+    return WeightGrads(options, {W13: inputs[W13], W2: inputs[W2]} if save else None)
 
 
 def _runs_again_before_backward() -> bool:

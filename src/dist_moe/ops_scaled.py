@@ -6,8 +6,10 @@ from torch import Tensor
 from .context import Context, live_context
 from .ops import (
     NUM_STATE_TENSORS,
+    accumulators,
     define_forward,
     empty_grads,
+    empty_grads_of_tokens,
     expert_major,
     fake_state,
     run_backward,
@@ -48,8 +50,18 @@ def _block_scaled_forward(
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
         found = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, save, slot, depth)
-    operands = [part for weight in weights for part in weight[:3]]
+    operands = _operands(weights)
     return *found, *(operands if save and not prepared else [x_TD.new_empty(0) for _ in operands])
+
+
+def _operands(weights) -> list[Tensor]:
+    return [part for weight in weights for part in weight[:3]]
+
+
+def operands_of_call(ctx: Context, w13: Tensor, w2: Tensor) -> list[Tensor]:
+    """The end of the state of a forward whose weights were not prepared, made again."""
+    with ctx.call():
+        return _operands(weights_of_call(ctx, w13, w2, []))
 
 
 def _fake_block_scaled_forward(x_TD, ids_TK, scores_TK, w13, w2, save, slot, depth, context, prepared):
@@ -84,12 +96,49 @@ def block_scaled_backward(
     ctx = live_context(context)
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
-        operands = state[NUM_STATE_TENSORS:]
-        weights = (QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
-        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, state, slot, grads)
+        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *_weights_of_state(state), state, slot, grads)
     return grads
+
+
+def _weights_of_state(state: list[Tensor]) -> tuple[QuantizedWeights, QuantizedWeights]:
+    operands = state[NUM_STATE_TENSORS:]
+    return tuple(QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
 
 
 @block_scaled_backward.register_fake
 def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, needs_w13, needs_w2, wgrad_dtype, slot, context):
     return empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
+
+
+@torch.library.custom_op(
+    "dist_moe::block_scaled_backward_accumulate_", mutates_args=("accumulator_grad_w13", "accumulator_grad_w2")
+)
+def block_scaled_backward_accumulate_(
+    grad_out_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    state: list[Tensor],
+    accumulator_grad_w13: Tensor | None,
+    accumulator_grad_w2: Tensor | None,
+    adds_w13: bool,
+    adds_w2: bool,
+    slot: int,
+    context: str,
+) -> tuple[Tensor, Tensor]:
+    """As dist_moe::bf16_backward_accumulate_; the state ends with the operands of both weights."""
+    ctx = live_context(context)
+    with ctx.call():
+        grads = (
+            *empty_grads_of_tokens(grad_out_TD, scores_TK),
+            *accumulators(accumulator_grad_w13, accumulator_grad_w2),
+        )
+        given = (grad_out_TD, ids_TK, scores_TK, *_weights_of_state(state), state, slot, grads)
+        run_backward(ctx, *given, adds_w13, adds_w2)
+    return grads[:2]
+
+
+@block_scaled_backward_accumulate_.register_fake
+def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, acc_w13, acc_w2, adds_w13, adds_w2, slot, context):
+    return empty_grads_of_tokens(grad_out_TD, scores_TK)

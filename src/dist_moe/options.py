@@ -44,15 +44,22 @@ class RMSNormPostprocess:
 class ExecutionOptions:
     """Options of one call.
 
-    Args:    inplace_wgrad_accum: backward adds into the owners' existing .grad.
-             wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is.
-             weights_preprocess_fn(weight) -> bf16 weight, run again in backward.
+    Args:    inplace_wgrad_accum: backward adds into the owners' .grad where both have one: FP32 sums, one rounding, no
+             gradient between. Where not, autograd attaches the gradients. Post-accumulate hooks run once either way.
+             wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is, in the memory order of the
+             weights; DTensors count with their local shard. Default: the weights or the leaves that they are views of.
+             Kept by weak references.
+             weights_preprocess_fn(weight) -> bf16 weight in a layout of routed_experts, run again in backward, so that
+             nothing else is kept; the gradient of what it returns is taken for that of weight.
              experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D].
-             wgrad_postprocess_fn(name, grad) -> grad or None, name "w2" or "w13".
+             wgrad_postprocess_fn(name, grad) -> grad or None, called with "w2", then with "w13", when backward is
+             issued; autograd gets what it returns.
              swiglu_clip_stats_out_3: fp32 [3], overwritten with the clip counts. It may lie on any device here; that
              it lies on x's is checked by the call, because only the call knows x (and a CPU call needs a CPU tensor).
              swiglu_clip_limit: the limit that is counted.
-             wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate).
+             wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate), called with "w13", then with
+             "w2", before backward runs. The contiguous tensor, bf16 or FP32, takes the gradient and autograd gets
+             none. Experts without rows leave what is there when accumulating, and write zeros when not.
     Raises:  TypeError, ValueError.
     """
 
@@ -93,6 +100,12 @@ class ExecutionOptions:
             runs_post = post is not None
         hooks = (self.weights_preprocess_fn, self.wgrad_postprocess_fn, self.wgrad_destination_fn)
         return runs_post or any(hook is not None for hook in hooks)
+
+    @property
+    def leaves_weights_alone(self) -> bool:
+        """Whether weights are used as they are and all their gradients are autograd's."""
+        hooks = (self.weights_preprocess_fn, self.wgrad_postprocess_fn, self.wgrad_destination_fn)
+        return not self.inplace_wgrad_accum and all(hook is None for hook in hooks)
 
     def _check_owners(self):
         owners = self.wgrad_parameter_owners
@@ -143,12 +156,8 @@ def _is_requested(value: Any) -> bool:
 def unsupported_features(options: ExecutionOptions) -> list[str]:
     """Names of the fields that ask for something which this release checks but does not execute yet."""
     names = (
-        "inplace_wgrad_accum",
-        "weights_preprocess_fn",
         "experts_output_postprocess",
-        "wgrad_postprocess_fn",
         "swiglu_clip_stats_out_3",
-        "wgrad_destination_fn",
     )
     return [name for name in names if _is_requested(getattr(options, name))]
 

@@ -307,16 +307,12 @@ def test_an_object_that_is_no_context_is_refused():
 @pytest.mark.parametrize(
     "options, feature",
     [
-        (ExecutionOptions(inplace_wgrad_accum=True), "inplace_wgrad_accum"),
-        (ExecutionOptions(weights_preprocess_fn=lambda w: w), "weights_preprocess_fn"),
         (ExecutionOptions(experts_output_postprocess=lambda h: h), "experts_output_postprocess"),
         (
             ExecutionOptions(experts_output_postprocess=RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)),
             "experts_output_postprocess",
         ),
-        (ExecutionOptions(wgrad_postprocess_fn=lambda n, g: g), "wgrad_postprocess_fn"),
         (ExecutionOptions(swiglu_clip_stats_out_3=torch.zeros(3)), "swiglu_clip_stats_out_3"),
-        (ExecutionOptions(wgrad_destination_fn=lambda *a: None), "wgrad_destination_fn"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

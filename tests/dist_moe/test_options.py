@@ -138,14 +138,15 @@ def test_requires_eager(values, expected):
     [
         ({}, []),
         ({"swiglu_clip_limit": 1.0}, []),  # counts nothing without a tensor to count into
-        ({"inplace_wgrad_accum": True, "wgrad_parameter_owners": OWNERS}, ["inplace_wgrad_accum"]),
+        ({"inplace_wgrad_accum": True, "wgrad_parameter_owners": OWNERS, "weights_preprocess_fn": print}, []),
+        ({"wgrad_postprocess_fn": print}, []),
         ({"swiglu_clip_stats_out_3": torch.zeros(3)}, ["swiglu_clip_stats_out_3"]),
         ({"experts_output_postprocess": FalsyCallable()}, ["experts_output_postprocess"]),
         (
-            {"weights_preprocess_fn": print, "experts_output_postprocess": NORM, "wgrad_postprocess_fn": print},
-            ["weights_preprocess_fn", "experts_output_postprocess", "wgrad_postprocess_fn"],
+            {"experts_output_postprocess": NORM, "swiglu_clip_stats_out_3": torch.zeros(3)},
+            ["experts_output_postprocess", "swiglu_clip_stats_out_3"],
         ),
-        ({"wgrad_destination_fn": print}, ["wgrad_destination_fn"]),
+        ({"wgrad_destination_fn": print}, []),
     ],
 )
 def test_unsupported_features(values, expected):
