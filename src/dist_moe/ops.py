@@ -368,11 +368,11 @@ def _run_backward(ctx, saved, grad_out_TD, context: Context, targets: Targets, t
         into = [targets.into.get(place) for place in (W13, W2)]
         tensors = [None if destination is None else destination.tensor for destination in into]
         adds = [destination is not None and destination.accumulate for destination in into]
-        grads = getattr(torch.ops.dist_moe, f"{op}_accumulate_")(*given, *tensors, *adds, ctx.slot, ctx.handle)
+        grads = getattr(torch.ops.dist_moe, f"{op}_accumulate_").default(*given, *tensors, *adds, ctx.slot, ctx.handle)
         return dict(zip((0, 2), grads, strict=True))
     dtype = targets.dtype_of_new(needed, taken, ctx.wgrads)
     how = (W13 in needed, W2 in needed, dtype, ctx.slot, ctx.handle)
-    grads = dict(zip((0, 2, W13, W2), getattr(torch.ops.dist_moe, op)(*given, *how), strict=True))
+    grads = dict(zip((0, 2, W13, W2), getattr(torch.ops.dist_moe, op).default(*given, *how), strict=True))
     return {place: grad for place, grad in grads.items() if place in (0, 2) or place in needed}
 
 
