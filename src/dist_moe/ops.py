@@ -13,20 +13,17 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from . import moe
-from .checks import check_call, check_preprocessed, wants_backward
+from .checks import check_call, wants_backward
 from .context import Context, live_context
+from .engine import keeps_graph, takes
 from .options import ExecutionOptions
 from .route_plan import RoutePlan
 from .weights import PreparedWeight
-from .wgrad import PLAIN, W2, W13, Targets, WeightGrads
+from .wgrad import PLAIN, W2, W13, Targets, WeightGrads, weight_grads_of
 
 NO_SLOT = -1
 # How a checkpoint ends its recomputation once it has what it needs: out of a hook, and no failure.
 _EARLY_STOP = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
-# What torch's engine says of the visit it makes. Not public: without the first there is no split backward, and without
-# the second a gradient may be kept for a visit that cannot come.
-_executes = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
 NUM_STATE_TENSORS = NUM_PLAN_TENSORS + 1  # and the place record
 
@@ -257,17 +254,9 @@ class _Differentiable(torch.autograd.Function):
 
 def _run_forward(op, wgrads: WeightGrads, inputs: tuple):
     """The op, below autograd, of the weights that wgrads makes."""
-    weights = preprocessed(wgrads, live_context(inputs[8]), *inputs[W13 : W2 + 1])
+    weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
     with torch._C._AutoDispatchBelowAutograd():
         return op(*inputs[:W13], *weights, *inputs[W2 + 1 :])
-
-
-def preprocessed(wgrads: WeightGrads, context: Context, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights that the experts multiply with. Raises TypeError, ValueError for what the callback returned."""
-    found = wgrads.preprocessed(*weights)
-    if wgrads.preprocess_fn is not None:
-        check_preprocessed(weights, found, context)
-    return found
 
 
 @dataclass(frozen=True)
@@ -302,25 +291,17 @@ def _backward(ctx, grad_out_TD):
             context.raise_fault()
         else:
             saved = _saved_tensors(ctx, context)
-        targets = resolve_targets(ctx.wgrads, context, nodes)
+        targets = ctx.wgrads.resolve(context.config.wgrad_dtype, nodes)
         grads = dict(kept.grads) if serves else _run_backward(ctx, saved, grad_out_TD, context, targets, taken)
         left = {place: grads[place] for place in nodes.keys() - taken if place in grads}
         # A gradient with a graph could hold this node; one of inference mode does not tell when it is changed.
-        if left and _keeps_graph() and not torch.is_grad_enabled() and not grad_out_TD.is_inference():
+        if left and keeps_graph() and not torch.is_grad_enabled() and not grad_out_TD.is_inference():
             ctx.kept = _Kept(left, weakref.ref(grad_out_TD), grad_out_TD._version, num_resets)
-        deliver(ctx.wgrads, targets, grads, taken, context.ranks[0].stop_1)
+        ctx.wgrads.deliver(targets, grads, taken, context.ranks[0].stop_1)
     except BaseException as error:  # for one, a weight that was changed in place since forward
         context.refuse(error)
         raise
     return None, None, *map(grads.get, range(5)), *[None] * (ctx.num_inputs - 5)
-
-
-def takes(node) -> bool:
-    """Whether the engine passes on a gradient to this next node in the visit it makes."""
-    try:
-        return _executes(node)
-    except RuntimeError:  # how torch answers for a leaf whose gradient autograd.grad() returns
-        return True
 
 
 def _saved_tensors(ctx, context: Context) -> tuple[Tensor, ...]:
@@ -333,32 +314,14 @@ def _saved_tensors(ctx, context: Context) -> tuple[Tensor, ...]:
     return saved
 
 
-def resolve_targets(wgrads: WeightGrads, context: Context, nodes: dict) -> Targets:
-    """Where this visit's weight gradients go; nodes: by place, what the engine visits next."""
-    accumulated = set()
-    if wgrads.writes_itself:
-        accumulated = {place for place in (W13, W2) if place in nodes and _is_added(nodes[place], wgrads.owner(place))}
-    return wgrads.resolve(context.config.wgrad_dtype, accumulated)
-
-
-def _is_added(node, owner: Tensor | None) -> bool:
-    """Whether the engine adds this visit's gradient to a .grad, rather than leaves it or returns it."""
-    if owner is not None and getattr(node, "variable", None) is not owner:
-        node = torch.autograd.graph.get_gradient_edge(owner).node
-    try:
-        return _executes(node)
-    except RuntimeError:  # see takes
-        return False
-
-
 def _run_backward(ctx, saved, grad_out_TD, context: Context, targets: Targets, taken: set[int]) -> dict[int, Tensor]:
     """The gradients by place, without those that it wrote into destinations."""
     ids_TK, scores_TK, w13, w2, *state = saved
-    w13, w2 = preprocessed(ctx.wgrads, context, w13, w2)
+    w13, w2 = ctx.wgrads.preprocessed(context, w13, w2)
     op = "bf16_backward"
     if context.path.format is not None:
         op = "block_scaled_backward"
-        if len(state) == NUM_STATE_TENSORS:
+        if ctx.wgrads.preprocess_fn is not None:
             from .ops_scaled import operands_of_call
 
             state = [*state, *operands_of_call(context, w13, w2)]
@@ -374,17 +337,6 @@ def _run_backward(ctx, saved, grad_out_TD, context: Context, targets: Targets, t
     how = (W13 in needed, W2 in needed, dtype, ctx.slot, ctx.handle)
     grads = dict(zip((0, 2, W13, W2), getattr(torch.ops.dist_moe, op).default(*given, *how), strict=True))
     return {place: grad for place, grad in grads.items() if place in (0, 2) or place in needed}
-
-
-def deliver(wgrads: WeightGrads, targets: Targets, grads: dict, taken: set[int], stop_1: Tensor) -> None:
-    """Put the weight gradients that this visit takes where they go; what is left of them in grads is autograd's."""
-    for place in (W2, W13):
-        if place not in taken or grads.get(place) is None:
-            continue
-        if place in targets.into:
-            targets.into[place].take(grads.pop(place), stop_1)
-        else:
-            grads[place] = wgrads.for_autograd(place, grads[place], targets.dtype)
 
 
 def _refuse_vmap(*inputs):
@@ -485,13 +437,6 @@ def routed_experts(
         context.refuse(error)
         raise
     return out_TD
-
-
-def weight_grads_of(options: ExecutionOptions | None, inputs: tuple, save: bool) -> WeightGrads:
-    """Of a call whose prepared weights are their sources. Raises ValueError for owners."""
-    if options is None or options.leaves_weights_alone:
-        return PLAIN
-    return WeightGrads(options, {W13: inputs[W13], W2: inputs[W2]} if save else None)
 
 
 def _runs_again_before_backward() -> bool:

@@ -15,11 +15,12 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
-from .ops import deliver, expert_major, preprocessed, resolve_targets, takes, unprepared, weight_grads_of
+from .engine import takes
+from .ops import expert_major, unprepared
 from .options import ExecutionOptions
 from .symm import World
 from .weights import PreparedWeight
-from .wgrad import W2, W13, WeightGrads
+from .wgrad import W2, W13, WeightGrads, weight_grads_of
 
 
 @dataclass
@@ -66,7 +67,7 @@ class _VirtualExperts(torch.autograd.Function):
     ):
         """prepared: of every rank ops.prepared_operands, or nothing."""
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
-        used = [preprocessed(asked, context, *rank[3:]) for asked, rank in zip(wgrads, ranks_in, strict=True)]
+        used = [asked.preprocessed(context, *rank[3:]) for asked, rank in zip(wgrads, ranks_in, strict=True)]
         slot, depth = context.saved.selected
         with context.call():
             calls = []
@@ -115,7 +116,7 @@ class _Visit:
         functions = autograd_ctx.next_functions[5 * rank : 5 * rank + 5]
         nodes = {place: node for place, (node, _) in enumerate(functions) if node is not None}
         self.needed, self.taken = nodes.keys() & {W13, W2}, {place for place, node in nodes.items() if takes(node)}
-        self.targets = resolve_targets(wgrads, self.context, nodes)
+        self.targets = wgrads.resolve(self.context.config.wgrad_dtype, nodes)
         self.written = self.targets.written_by_backward(self.needed)
 
     def call(self, call: moe.ForwardCall, grad_out_TD: Tensor, w13: Tensor, w2: Tensor) -> moe.BackwardCall:
@@ -123,8 +124,7 @@ class _Visit:
         L, D, F = context.experts_per_rank, config.hidden_dim, config.intermediate_dim
         weights = (call.w13_L2FD, call.w2_LDF)
         if self.wgrads.preprocess_fn is not None:
-            weights = preprocessed(self.wgrads, context, w13, w2)
-            weights = _operands(context, weights, [])
+            weights = _operands(context, self.wgrads.preprocessed(context, w13, w2), [])
         dtype = self.targets.dtype_of_new(self.needed, self.taken, self.wgrads)
         into = self.targets.into if self.written else {}
         return moe.BackwardCall(
@@ -150,7 +150,7 @@ class _Visit:
         grads = {0: call.grad_x_TD, 2: call.grad_scores_TK}
         if not self.written:
             grads |= {W13: call.grad_w13_L2FD.view(w13.shape), W2: call.grad_w2_LDF.view(w2.shape)}
-        deliver(self.wgrads, self.targets, grads, self.taken, stop_1)
+        self.wgrads.deliver(self.targets, grads, self.taken, stop_1)
         return [grads.get(place) for place in range(5)]
 
 

@@ -5,12 +5,14 @@ autograd gets and the one that is added in place come from one FP32 sum with one
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import engine
+from .checks import check_preprocessed
+from .context import Context
 from .options import ExecutionOptions
 
 W13, W2 = 3, 4  # places of the weights among the inputs of a call
@@ -85,12 +87,17 @@ class WeightGrads:
         """Whether gradients may bypass autograd."""
         return self.in_place or self._destination_fn is not None
 
-    def preprocessed(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The weights that the experts multiply with; without a graph, in forward and again in backward."""
+    def preprocessed(self, context: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights that the experts multiply with; without a graph, in forward and again in backward.
+
+        Raises: TypeError, ValueError for what the callback returned.
+        """
         if self.preprocess_fn is None:
-            return weights
+            return w13, w2
         with torch.no_grad():
-            return tuple(self.preprocess_fn(weight.detach()) for weight in weights)
+            found = self.preprocess_fn(w13.detach()), self.preprocess_fn(w2.detach())
+        check_preprocessed((w13, w2), found, context)
+        return found
 
     def owner(self, place: int) -> Tensor | None:
         """Raises RuntimeError when it is gone."""
@@ -104,23 +111,25 @@ class WeightGrads:
             )
         return owner
 
-    def resolve(self, configured: torch.dtype | None, accumulated: set[int]) -> Targets:
-        """Check everything and ask the callback; nothing is written.
+    def resolve(self, configured: torch.dtype | None, nodes: dict) -> Targets:
+        """Where the gradients of this visit go. Checks everything and asks the callback; nothing is written.
 
-        Args:    configured: Config.wgrad_dtype.  accumulated: places that this visit adds to a .grad or destination.
-        Raises:  TypeError, RuntimeError.
+        Args:    configured: Config.wgrad_dtype.  nodes: what the engine visits next, by place.
+        Raises:  TypeError, RuntimeError; what the callback raises.
         """
-        if self.in_place and self._weights:
-            return self._resolve_owners(configured, accumulated)
+        if not self.writes_itself or not self._weights:
+            return Targets(configured or torch.bfloat16, {})
+        added = [place for place in self._weights if engine.adds(nodes[place], self.owner(place))]
+        if self.in_place:
+            return self._resolve_owners(configured, added)
         dtype, into = configured or torch.bfloat16, {}
-        if self._destination_fn is not None:
-            for place in sorted(accumulated & self._weights.keys()):
-                weight = self._weights[place]
-                found = self._destination_fn(NAMES[place], weight.shape, dtype, weight.device)
-                into[place] = _checked_destination(NAMES[place], weight, found)
+        for place in added:
+            weight = self._weights[place]
+            found = self._destination_fn(NAMES[place], weight.shape, dtype, weight.device)
+            into[place] = _checked_destination(NAMES[place], weight, found)
         return Targets(dtype, into)
 
-    def _resolve_owners(self, configured: torch.dtype | None, accumulated: set[int]) -> Targets:
+    def _resolve_owners(self, configured: torch.dtype | None, added: list[int]) -> Targets:
         """In place only if all owners have a gradient: the first contribution goes to autograd, which attaches it."""
         dtypes, grads = {}, {}
         for place in self._weights:
@@ -134,14 +143,20 @@ class WeightGrads:
             raise RuntimeError(f"routed_experts: different WGRAD dtypes, {found}; both weights need the same")
         into = {}
         if grads.keys() == self._weights.keys():
-            into = {
-                place: Destination(grads[place].view(self._weights[place].shape), True)
-                for place in self._weights
-                if place in accumulated
-            }
+            into = {place: Destination(grads[place].view(self._weights[place].shape), True) for place in added}
         return Targets(next(iter(dtypes.values())), into)
 
-    def for_autograd(self, place: int, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def deliver(self, targets: Targets, grads: dict[int, Tensor], taken: set[int], stop_1: Tensor) -> None:
+        """Put the weight gradients that this visit takes where they go; what is left of them in grads is autograd's."""
+        for place in (W2, W13):
+            if place not in taken or place not in grads:
+                continue
+            if place in targets.into:
+                targets.into[place].take(grads.pop(place), stop_1)
+            else:
+                grads[place] = self._for_autograd(place, grads[place], targets.dtype)
+
+    def _for_autograd(self, place: int, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
         """A gradient in the dtype and the shape in which it leaves backward, after the callback."""
         weight = self._weights.get(place)
         grad = grad.to(dtype)
@@ -165,6 +180,13 @@ class WeightGrads:
 
 
 PLAIN = WeightGrads()
+
+
+def weight_grads_of(options: ExecutionOptions | None, inputs: tuple, save: bool) -> WeightGrads:
+    """Of a call whose prepared weights are their sources. Raises ValueError for owners."""
+    if options is None or options.leaves_weights_alone or not save and options.weights_preprocess_fn is None:
+        return PLAIN
+    return WeightGrads(options, {W13: inputs[W13], W2: inputs[W2]} if save else None)
 
 
 def wgrad_dtype(
@@ -256,7 +278,7 @@ def _checked_destination(name: str, weight: _Weight, found) -> Destination:
 def _local(tensor: Tensor) -> Tensor:
     """The tensor without its graph; of a DTensor, this rank's shard."""
     with torch.no_grad():
-        to_local: Callable | None = getattr(tensor, "to_local", None)
+        to_local = getattr(tensor, "to_local", None)
         return (tensor if to_local is None else to_local()).detach()
 
 

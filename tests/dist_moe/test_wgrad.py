@@ -409,8 +409,16 @@ def test_accumulating_op_passes_opcheck_and_declares_what_it_writes(wanted, adds
     assert all(value.alias_info is None for value in schema.returns)
 
 
-def test_compiled_accumulation_is_refused_by_name_without_a_graph_break(fast):
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled_accumulation_breaks_the_graph_or_is_refused_by_name_and_evaluation_compiles(fast):
     layer = Layer()
-    compiled = torch.compile(lambda: layer.forward(fast, IN_PLACE), backend="eager", fullgraph=True)
+    previous = layer.seed_grads(BF16)
+    run = lambda x: layer.forward(fast, IN_PLACE) * x.shape[0]  # noqa: E731
     with pytest.raises(Exception, match=r"torch\.compile: inplace_wgrad_accum"):
-        compiled()
+        torch.compile(run, backend="eager", fullgraph=True)(layer.x)
+    with torch.no_grad():
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(layer.x)
+        assert torch.equal(compiled, run(layer.x))
+    out_TD = torch.compile(lambda x: layer.forward(fast, IN_PLACE) * 1, backend="aot_eager")(layer.x)
+    out_TD.backward(layer.grad_TD)
+    assert_equal(layer.grads(), rounded_sum(previous, functional(fast)))
