@@ -106,6 +106,15 @@ def test_virtual_ranks_have_callbacks_of_their_own(precision):
         assert torch.equal(compact[name].grad, -grad.bfloat16().float()) and grad.any()
 
 
+def test_a_virtual_rank_with_a_destination_at_an_odd_address_is_refused():
+    odd = lambda name, shape, dtype, device: (torch.zeros(shape.numel() + 1)[1:].view(shape), True)  # noqa: E731
+    with create_context(group=World.virtual(2, "cpu"), config=PAIR.config(), backend="reference") as context:
+        ranks = leaves(PAIR.inputs())
+        outs = virtual_experts(ranks, context, options=[None, ExecutionOptions(wgrad_destination_fn=odd)])
+        with pytest.raises(ValueError, match="what takes the gradient of w13 must start at a multiple of 16 bytes"):
+            torch.autograd.backward(outs, [rank.grad_out_TD for rank in ranks])
+
+
 # Processes
 
 

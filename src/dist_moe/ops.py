@@ -132,10 +132,10 @@ def _(grad_out_TD, ids_TK, scores_TK, w13, w2, state, acc_w13, acc_w2, adds_w13,
 
 
 def accumulators(*grads: Tensor | None) -> list[Tensor]:
-    """As the gradients that run_backward fills. Raises ValueError as expert_major."""
+    """Those of both weights as the gradients that run_backward fills. Raises ValueError as require_aligned."""
     for name, grad in zip(("w13", "w2"), grads, strict=True):
         if grad is not None:
-            _require_aligned(f"what takes the gradient of {name}", grad)
+            require_aligned(f"what takes the gradient of {name}", grad)
     return [torch.empty(0) if grad is None else grad for grad in grads]
 
 
@@ -208,17 +208,15 @@ def operands_of_backward(prepared: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def expert_major(ctx: Context, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights as [L, 2F, D] and [L, D, F], whatever layout the caller has them in.
-
-    Raises: ValueError for an address that is not a multiple of 16, which TMA cannot read; only real tensors have one.
-    """
-    _require_aligned("w13_weight", w13)
-    _require_aligned("w2_weight", w2)
+    """The weights as [L, 2F, D] and [L, D, F], whatever layout the caller has them in. Raises as require_aligned."""
+    require_aligned("w13_weight", w13)
+    require_aligned("w2_weight", w2)
     L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
     return w13.detach().view(L, 2 * F, D), w2.detach().view(L, D, F)
 
 
-def _require_aligned(name: str, tensor: Tensor) -> None:
+def require_aligned(name: str, tensor: Tensor) -> None:
+    """ValueError for an address that is not a multiple of 16, which TMA cannot read; only real tensors have one."""
     if tensor.data_ptr() % 16:
         raise ValueError(
             f"routed_experts: {name} must start at a multiple of 16 bytes, it is a view at an odd place; clone it"

@@ -16,7 +16,7 @@ from .config import Config
 from .context import Context
 from .create import create_context
 from .engine import takes
-from .ops import expert_major, unprepared
+from .ops import accumulators, expert_major, unprepared
 from .options import ExecutionOptions
 from .symm import World
 from .weights import PreparedWeight
@@ -127,6 +127,7 @@ class _Visit:
             weights = _operands(context, self.wgrads.preprocessed(context, w13, w2), [])
         dtype = self.targets.dtype_of_new(self.needed, self.taken, self.wgrads)
         into = self.targets.into if self.written else {}
+        accumulators(*(into[place].tensor if place in into else None for place in (W13, W2)))
         return moe.BackwardCall(
             grad_out_TD.contiguous(),
             call.ids_TK,
