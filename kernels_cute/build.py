@@ -10,10 +10,19 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-ARCHS = ("sm_100a", "sm_103a")
-DEFAULT_ARCH = "sm_100a"
-# Read by the DSL when it is imported. It must be what is compiled for, or exported objects lack their symbols.
-os.environ.setdefault("CUTE_DSL_ARCH", DEFAULT_ARCH)
+import torch
+
+from .tiles import ARCHS, Product, Tile
+
+
+def _arch_here() -> str:
+    """Of this machine's GPU; that of compute capability 10.0 where there is no GPU that is built for."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return ARCHS.get(capability, ARCHS[10, 0])
+
+
+# The DSL reads it when it is imported, and what it compiles for another architecture can be neither run nor exported.
+ARCH = os.environ.setdefault("CUTE_DSL_ARCH", _arch_here())
 
 import cuda.bindings.driver as cuda  # noqa: E402
 import cutlass  # noqa: E402
@@ -21,13 +30,13 @@ from cutlass import Float32, Int16, Int32, Int64, Uint8, cute  # noqa: E402
 from cutlass.cute.runtime import make_ptr  # noqa: E402
 
 from .grouped_gemm_kernel import GroupedGemm  # noqa: E402
-from .tiles import Product, Tile  # noqa: E402
 
 WORD_BYTES = {Int32: 4, Int64: 8, Float32: 4}
 ALIGNMENT = 64  # bytes; of buffers: 32 bf16 values, and more than TMA wants
 ANYWHERE = 4096  # an address that is never read
 
 
+@functools.cache
 def parameters(kernel: GroupedGemm) -> dict[str, inspect.Parameter]:
     """What the kernel takes before the stream, in its order."""
     found = dict(inspect.signature(kernel.__call__).parameters)
@@ -69,13 +78,15 @@ def kernel_of(product: Product, tile: Tile) -> GroupedGemm:
 
 
 @functools.cache
-def compiled(product: Product, tile: Tile, arch: str = DEFAULT_ARCH):
+def compiled(product: Product, tile: Tile, arch: str = ARCH):
     """The executable of a product with a tile; it keeps its PTX and cubin.
 
-    Raises:  ValueError for an architecture that is not built for; whatever the DSL raises.
+    Raises:  ValueError for another architecture than that of this process; whatever the DSL raises.
     """
-    if arch not in ARCHS:
-        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {arch!r}")
+    if arch not in ARCHS.values():
+        raise ValueError(f"arch must be one of {', '.join(ARCHS.values())}, got {arch!r}")
+    if arch != ARCH:
+        raise ValueError(f"this process compiles for {ARCH}; set CUTE_DSL_ARCH={arch} before it starts for {arch}")
     kernel = kernel_of(product, tile)
     sizes = [name for name in parameters(kernel) if name not in pointer_types(kernel)]
     given = {name: 1.0 if name in ("alpha", "limit") else 1024 for name in sizes}
@@ -91,7 +102,7 @@ def full_name(product: Product, tile: Tile) -> str:
     return f"{product.name}_{tile.name}"
 
 
-def report(product: Product, tile: Tile, arch: str = DEFAULT_ARCH) -> dict:
+def report(product: Product, tile: Tile, arch: str = ARCH) -> dict:
     """What the compiler made of a product: numbers that the tests hold to, and a user can compare."""
     found = compiled(product, tile, arch)
     usage, sass = _read_cubin(found.__cubin__)
@@ -103,7 +114,7 @@ def report(product: Product, tile: Tile, arch: str = DEFAULT_ARCH) -> dict:
         "stack_bytes": int(usage["STACK"]),
         "local_bytes": int(usage["LOCAL"]),
         "spill_instructions": sum(count for name, count in sass.items() if name.split(".")[0] in ("STL", "LDL")),
-        "shared_bytes": tile.shared_bytes,
+        "shared_bytes": kernel_of(product, tile).shared_bytes,
         "tensor_columns": tile.tensor_columns,
         "stages": tile.stages,
         "stage_bytes": tile.stage_bytes,
@@ -128,14 +139,12 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def export(product: Product, tile: Tile, folder: Path, arch: str = DEFAULT_ARCH) -> dict[str, Path]:
+def export(product: Product, tile: Tile, folder: Path, arch: str = ARCH) -> dict[str, Path]:
     """Write PTX, cubin, and an object with its C header, that launches the kernel without the DSL.
 
-    The object holds host code for x86-64 and needs the DSL's runtime library or its static part.
-    Raises:  ValueError when CUTE_DSL_ARCH, which is read when this is imported, is another architecture.
+    The object holds host code of this machine's processor and needs the DSL's runtime library or its static part.
+    Raises:  ValueError as compiled.
     """
-    if os.environ["CUTE_DSL_ARCH"] != arch:
-        raise ValueError(f"CUTE_DSL_ARCH is {os.environ['CUTE_DSL_ARCH']}, set it to {arch} to export for {arch}")
     folder.mkdir(parents=True, exist_ok=True)
     found, name = compiled(product, tile, arch), full_name(product, tile)
     found.export_to_c(str(folder), name, function_prefix=name)

@@ -47,6 +47,12 @@ def main(
         sys.exit(f"{op} exists in formats with one value in a byte, not in {format}")
     if importlib.util.find_spec("cutlass") is None:
         sys.exit("nvidia-cutlass-dsl is not installed: pip install 'dist-moe-triton[cute]'")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".written").touch()
+        (out / ".written").unlink()
+    except OSError as error:
+        sys.exit(f"cannot write to --out {out}: {error.strerror}")
     os.environ["CUTE_DSL_ARCH"] = arch  # before the DSL is imported
     from . import build
 
@@ -57,12 +63,12 @@ def main(
             row = build.report(product, tile, arch)
             row["files"] = [path.name for path in build.export(product, tile, out, arch).values()]
             rows.append(row)
+            (out / f"{op}_{format}_{arch}.json").write_text(json.dumps(rows, indent=2) + "\n")
             print(
                 f"{row['name']}: {row['registers']} registers, {row['spill_instructions']} spills, "
                 f"{row['shared_bytes']} shared bytes, {row['tensor_columns']} tensor columns, "
                 f"{row['mma_instructions']}, {time.monotonic() - start:.1f} s"
             )
-    (out / f"{op}_{format}_{arch}.json").write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

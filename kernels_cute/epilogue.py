@@ -53,6 +53,8 @@ class Epilogue:
         wgrad, swiglu = const_expr(self.product.op == "wgrad"), const_expr(self.product.op == "swiglu")
         overlap = self.tile.overlap // SUBTILE
         rows, width, _ = sizes
+        _, out_start, _ = result
+        row_outers, row_outers_start, expert_outers = outer
         thread, _, _ = cute.arch.thread_idx()
         step, _, _ = cute.arch.grid_dim()
         tile, _, _ = cute.arch.block_idx()
@@ -61,10 +63,10 @@ class Epilogue:
         walk = self.walk.advance(tile, self.walk.start(tables, sizes), tables, sizes)
         while tile < walk[2]:
             expert, row, column, row_start, count = self.walk.place(tile, walk, tables, sizes)
-            rows_left = count - row
-            first_row = word(result[1]) + row_start + row
             if const_expr(wgrad):
                 rows_left, first_row = rows - row, Int64(expert) * rows + row
+            else:
+                rows_left, first_row = count - row, word(out_start) + row_start + row
             full = count > 0
             if full:
                 turns.consumer_wait(state)
@@ -73,9 +75,9 @@ class Epilogue:
                     turns.consumer_release(state)
             if const_expr(wgrad and self.product.accumulate):
                 rows_left = rows_left if full else Int32(0)
-            outer_of_row, atom_word = outer[0], Uint32(0)
+            outers, atom_word = (row_outers, expert_outers), Uint32(0)
             if const_expr(self.product.format.two_level):
-                outer_of_row = outer[0] + (word(outer[1]) + row_start + row)
+                outers = (row_outers + (word(row_outers_start) + row_start + row), expert_outers + expert)
             copy, pieces = self.reader(layout, accumulator_at(base, turn, self.tile), thread)
             sums = self.registers(copy, thread)
             for i in cutlass.range(self.pieces, unroll=1):
@@ -95,11 +97,10 @@ class Epilogue:
                     atom_word |= self.put_h2(flat(sums), flat(ups), result, h2, place)
                 elif const_expr(self.tile.swap_ab):
                     place = (first_row + piece * SUBTILE, rows_left - piece * SUBTILE, column + thread, width)
-                    factors = (outer_of_row + piece * SUBTILE, outer[2] + expert)
-                    self.put_column(flat(sums), result, factors, place)
+                    self.put_column(flat(sums), result, (outers[0] + piece * SUBTILE, outers[1]), place)
                 else:
                     place = (first_row, rows_left, column + piece * SUBTILE, width)
-                    self.put_row(flat(sums), result, (outer_of_row, outer[2] + expert), place, thread)
+                    self.put_row(flat(sums), result, outers, place, thread)
             if const_expr(swiglu):
                 if thread < rows_left:
                     self.put_scales(atom_word, h2, row_start + row + thread, column, width)
@@ -121,16 +122,18 @@ class Epilogue:
         return cute.make_rmem_tensor(copy.get_slice(thread).partition_D(piece).shape, Float32)
 
     @cute.jit
-    def put_row(self, sums, result, factors, place, thread):
+    def put_row(self, sums, result, outers, place, thread):
         """32 columns of row `thread` of the tile: times the outer scales, added to what is there, rounded once."""
         first_row, rows_left, column, width = place
+        out, _, stride = result
+        of_row, of_expert = outers
         if thread < rows_left and column < width:
-            at = (first_row + thread) * result[2] + column
-            there = cute.make_tensor(result[0] + cute.assume(at, SUBTILE), cute.make_layout(SUBTILE))
+            at = (first_row + thread) * stride + column
+            there = cute.make_tensor(out + cute.assume(at, SUBTILE), cute.make_layout(SUBTILE))
             rounded = cute.make_rmem_tensor(SUBTILE, self.out_type)
             values = sums.load()
             if const_expr(self.product.format.two_level):
-                values = values * word(factors[0] + thread) * word(factors[1])
+                values = values * word(of_row + thread) * word(of_expert)
             if const_expr(self.product.accumulate):
                 cute.autovec_copy(there, rounded)
                 values = values + rounded.load().to(Float32)
@@ -138,17 +141,19 @@ class Epilogue:
             cute.autovec_copy(rounded, there)
 
     @cute.jit
-    def put_column(self, sums, result, factors, place):
+    def put_column(self, sums, result, outers, place):
         """32 rows of one column; the lanes of a warp have neighbouring columns."""
         first_row, rows_left, column, width = place
+        out, _, stride = result
+        of_row, of_expert = outers
         if column < width:
-            there = result[0] + (first_row * result[2] + column)
+            there = out + (first_row * stride + column)
             for i in cutlass.range_constexpr(SUBTILE):
                 if i < rows_left:
                     value = sums[i]
                     if const_expr(self.product.format.two_level):
-                        value = value * word(factors[0] + i) * word(factors[1])
-                    cute.make_tensor(there + i * Int64(result[2]), cute.make_layout(1))[0] = value.to(self.out_type)
+                        value = value * word(of_row + i) * word(of_expert)
+                    cute.make_tensor(there + i * Int64(stride), cute.make_layout(1))[0] = value.to(self.out_type)
 
     # ---- SwiGLU and its quantiser -----------------------------------------------------------------------------------
 
@@ -159,24 +164,26 @@ class Epilogue:
         Returns the code of the block's scale, in its byte of the four of this tile's atom.
         """
         row, real, column, piece, F = place
+        out, out_start, stride = result
+        h2_values, h2_start, _, _, alpha, limit = h2
         at = column + piece * SUBTILE
         gate, up = gates.load().to(self.out_type), ups.load().to(self.out_type)
         if const_expr(self.product.stores_h1):
             if real:
                 for half, first in ((gate, at), (up, at + F)):
-                    offset = (word(result[1]) + row) * result[2] + first
-                    self.put_block(half, result[0] + cute.assume(offset, SUBTILE))
+                    offset = (word(out_start) + row) * stride + first
+                    self.put_block(half, out + cute.assume(offset, SUBTILE))
         values = cute.make_rmem_tensor(SUBTILE, Float32)
-        values.store(self.act(gate.to(Float32), up.to(Float32), h2))
+        values.store(self.act(gate.to(Float32), up.to(Float32), alpha, limit))
         bits, amax = cute.recast_tensor(values, Int32), Int32(0)
         for i in cutlass.range_constexpr(SUBTILE):
             magnitude = bits[i] & MAGNITUDE
             amax = magnitude if magnitude > amax else amax
         code, factor = self.block_scale(amax)
         if real:
-            offset = (word(h2[1]) + row) * F + at
-            codes = (values.load() * factor).to(h2[0].value_type)
-            self.put_block(codes, h2[0] + cute.assume(offset, SUBTILE))
+            offset = (word(h2_start) + row) * F + at
+            codes = (values.load() * factor).to(h2_values.value_type)
+            self.put_block(codes, h2_values + cute.assume(offset, SUBTILE))
         return Uint32(code) << Uint32(8 * piece)
 
     @cute.jit
@@ -186,11 +193,10 @@ class Epilogue:
         cute.autovec_copy(block, cute.make_tensor(there, cute.make_layout(SUBTILE)))
 
     @cute.jit
-    def act(self, gate, up, h2):
+    def act(self, gate, up, alpha, limit):
         """FP32 act(gate, up): gate * sigmoid * up. Selects, as a minimum may drop a NaN."""
         slope = gate
         if const_expr(self.product.clamped):
-            alpha, limit = h2[4], h2[5]
             gate = cute.where(gate > limit, limit, gate)
             up = cute.where(up > limit, limit, cute.where(up < -limit, -limit, up)) + 1.0
             slope = gate * alpha
@@ -219,7 +225,9 @@ class Epilogue:
     def put_scales(self, atom_word, h2, row, column, F):
         """The four scales of a row of this tile, which are neighbours in their atom."""
         atom_rows, atom_columns = SCALE_ATOM
+        _, _, scales, scales_start, _, _ = h2
         atom = row // atom_rows * cute.ceil_div(F // SUBTILE, atom_columns) + column // (SUBTILE * atom_columns)
         inside = row % 32 * 16 + row % atom_rows // 32 * 4
-        there = cute.recast_ptr(h2[2] + (word(h2[3]) + Int64(atom) * ATOM_BYTES + inside), dtype=Uint32)
+        byte = word(scales_start) + Int64(atom) * ATOM_BYTES + inside
+        there = cute.recast_ptr(scales + byte, dtype=Uint32)
         cute.make_tensor(there, cute.make_layout(1))[0] = atom_word

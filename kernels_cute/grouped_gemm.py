@@ -15,7 +15,7 @@ from dist_moe.quantized import Bundle, check_bundle, check_scaled_rows, check_sc
 from dist_moe.shapes import Activation
 
 from . import build
-from .tiles import Product, Tile, pick, tile_of
+from .tiles import ARCHS, Product, Tile, pick, tile_of
 
 UNIT = SCALE_ATOM[0]  # bytes; of scales, what their places are multiples of
 BUFFERS = {"x_values", "x_scales", "w_values", "w_scales", "out", "h2_values", "h2_scales"}  # not words
@@ -92,7 +92,11 @@ def grouped_gemm_scaled_wgrad(
     num_sms: int | None = None,
     kernel_config: BlockScaledKernelConfig | None = None,
 ) -> None:
-    """out[e] = dy_e.T @ x_e, or added to it in FP32; see reference_products.grouped_gemm_scaled_wgrad."""
+    """out[e] = dy_e.T @ x_e, or added to it in FP32; see reference_products.grouped_gemm_scaled_wgrad.
+
+    Whole blocks of 32 rows are multiplied: rows of padding in an expert's last block are zeros with finite scales, as
+    quantize_columns makes them.
+    """
     given = wgrad_arguments(dy, x, row_start_P, num_rows_L, out_LNK, format=format, stop_1=stop_1)
     product = Product("wgrad", format, out_bits=8 * out_LNK.element_size(), accumulate=accumulate)
     _launch(product, None, kernel_config, dy.values.device, num_sms, given)
@@ -147,6 +151,7 @@ def rows_arguments(
     if first % SCALE_ATOM[0]:
         raise ValueError(f"{op}: columns must begin at a multiple of {SCALE_ATOM[0]} here, got {columns}")
     contraction, all_columns = (N, K) if dgrad else (K, N)
+    _check_words(op, out, a, out_start_1=out_start_1, stop_1=stop_1)
     given = _rows_operand(a) | {"w_values": w_values, "w_scales": w_scales, "w_outer": w_outer_inv}
     given |= {"out": out, "out_start": out_start_1, "row_start": row_start_P, "num_rows": num_rows_L, "stop": stop_1}
     given |= {"w_rows": L, "w_units": w_scales.numel() // UNIT, "contraction": contraction}
@@ -158,6 +163,8 @@ def wgrad_arguments(dy, x, row_start_P, num_rows_L, out_LNK, *, format, stop_1) 
     """Of wgrad, checked, as rows_arguments."""
     check_scaled_wgrad("grouped_gemm_scaled_wgrad", dy, x, row_start_P, num_rows_L, out_LNK, format=format)
     L, N, K = out_LNK.shape
+    for bundle in (dy, x):
+        _check_words("grouped_gemm_scaled_wgrad", out_LNK, bundle, stop_1=stop_1)
     given = _rows_operand(dy) | {"w_values": x.values, "w_scales": x.scales, "w_start": x.start_1}
     given |= {"w_scales_start": x.scales_start_1, "w_rows": x.values.shape[0], "w_units": x.scales.numel() // UNIT}
     given |= {"out": out_LNK, "row_start": row_start_P, "num_rows": num_rows_L, "stop": stop_1, "contraction": N}
@@ -176,9 +183,12 @@ def swiglu_arguments(
     if w13_values.shape[1] % (2 * SCALE_ATOM[0]):
         raise ValueError(f"{op}: F must be a multiple of {SCALE_ATOM[0]}, got {F}; use the two ops")
     check_bundle(op, "h2_rows", h2_rows, format, F)
-    out = a.values.new_empty(0, 2 * F, dtype=torch.bfloat16) if h1_X2F is None else h1_X2F
+    _check_words(op, a.values, h2_rows)
+    out, start = h1_X2F, h1_start_1
+    if h1_X2F is None:  # not stored, and its first row not read
+        out, start = a.values.new_empty(0, 2 * F, dtype=torch.bfloat16), stop_1
     given = rows_arguments(
-        op, a, w13_values, w13_scales, out, h1_start_1, row_start_P, num_rows_L, format=format, stop_1=stop_1
+        op, a, w13_values, w13_scales, out, start, row_start_P, num_rows_L, format=format, stop_1=stop_1
     )
     given |= {"h2_values": h2_rows.values, "h2_start": h2_rows.start_1, "h2_scales": h2_rows.scales}
     given |= {"h2_scales_start": h2_rows.scales_start_1, "width": F}
@@ -191,8 +201,20 @@ def _rows_operand(a: Bundle) -> dict:
     return given | {"x_rows": a.values.shape[0], "x_units": a.scales.numel() // UNIT}
 
 
+def _check_words(op: str, out: Tensor, bundle: Bundle, **words: Tensor) -> None:
+    """What the kernel reads as one word of 8 bytes on the result's device, that of a bundle among them."""
+    words |= {"start_1": bundle.start_1, "scales_start_1": bundle.scales_start_1}
+    if bundle.outer_inv is not None:
+        words["outer_inv_start_1"] = bundle.outer_inv_start_1
+    for name, word in words.items():
+        fits = isinstance(word, Tensor) and word.dtype == torch.int64 and word.shape == (1,)
+        if not fits or word.device != out.device:
+            found = f"{word.dtype} {list(word.shape)} on {word.device}" if isinstance(word, Tensor) else word
+            raise ValueError(f"{op}: {name} must be int64 [1] on {out.device}, got {found}")
+
+
 def addresses(given: dict) -> dict:
-    """With each tensor as its address. Raises ValueError for a buffer that does not begin at a multiple of 64."""
+    """With each tensor as its address. Raises ValueError for a buffer that does not begin at a multiple of 64 bytes."""
     found = {}
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -200,7 +222,10 @@ def addresses(given: dict) -> dict:
             continue
         found[name] = value.data_ptr()
         if name in BUFFERS and found[name] % build.ALIGNMENT:
-            raise ValueError(f"{name} must begin at a multiple of {build.ALIGNMENT} bytes, got {found[name]:#x}")
+            raise ValueError(
+                f"grouped_gemm_scaled: {name} must begin at a multiple of {build.ALIGNMENT} bytes, got "
+                f"{found[name]:#x}; pass a tensor of its own, or a view that begins at one"
+            )
     return found
 
 
@@ -209,9 +234,13 @@ def addresses(given: dict) -> dict:
 
 @functools.cache
 def _device(device: torch.device) -> tuple[str, int]:
-    """Architecture and number of SMs."""
+    """Architecture and number of SMs. Raises ValueError for a GPU that nothing is compiled for."""
     properties = torch.cuda.get_device_properties(device)
-    return f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
+    capability = (properties.major, properties.minor)
+    if capability not in ARCHS:
+        built = " and ".join(f"{major}.{minor}" for major, minor in ARCHS)
+        raise ValueError(f"written for compute capability {built}, found {properties.major}.{properties.minor}")
+    return ARCHS[capability], properties.multi_processor_count
 
 
 def _launch(

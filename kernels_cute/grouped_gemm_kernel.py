@@ -210,7 +210,7 @@ class GroupedGemm:
             ms: cute.struct.Align[cute.struct.MemRange[self.scales, cute.cosize(ms_smem)], 1024]
             ns: cute.struct.Align[cute.struct.MemRange[self.scales, cute.cosize(ns_smem)], 1024]
 
-        shared = memory.SmemAllocator().allocate(Shared)
+        shared, self.shared_bytes = memory.SmemAllocator().allocate(Shared), Shared.size_in_bytes()
         threads = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)  # noqa: E731
         ring = pipeline.PipelineTmaUmma.create(
             barrier_storage=shared.ring.data_ptr(),

@@ -2,7 +2,7 @@
 
 Each operand has one descriptor for its values and one for its scales, over its whole buffer. Where rows begin is known
 on the device alone, and enters as a coordinate. What lies beyond a buffer, or beyond the columns of a weight, comes as
-zeros; scales beyond their matrix belong to rows or columns that are not stored.
+zeros; scales beyond their matrix belong to rows or columns that are not stored, or to steps that are not multiplied.
 """
 
 import cutlass

@@ -1,8 +1,9 @@
 """The warp that issues the block-scaled multiplications of sm_100.
 
 Scales reach the tensor cores through tensor memory: a copy that is issued before the multiplications which read it,
-and carried out in that order. Steps that lie beyond the contraction are left out, so that neither values nor scales
-behind it are ever multiplied.
+and carried out in that order. Steps of 32 bytes that lie beyond the contraction are left out. The last one that is not
+is multiplied whole: values beyond the contraction are zeros there, of wgrad by its rows of padding, and scales beyond
+are finite, as the quantisers write them.
 """
 
 import cutlass

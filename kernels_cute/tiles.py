@@ -13,6 +13,7 @@ from dist_moe.formats import SCALE_ATOM, Format, by_name
 from dist_moe.shapes import cdiv, next_power_of_2
 
 OPS = ("forward", "dgrad", "wgrad", "swiglu")
+ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # by compute capability: what is compiled for
 BLOCK_M = 128  # lanes of tensor memory
 STAGE_ROW_BYTES = 128  # of a row in a stage: what one swizzle spans
 ATOM_BYTES = SCALE_ATOM[0] * SCALE_ATOM[1]
@@ -137,7 +138,8 @@ class Tile:
         return self.block_m if self.swap_ab else self.block_n
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}{' swapped' if self.swap_ab else ''}, {self.stages} stages"
+        swapped, unrolled = " swapped" if self.swap_ab else "", f", unrolled {self.unroll}" if self.unroll > 1 else ""
+        return f"{self.block_m}x{self.block_n}{swapped}, {self.stages} stages{unrolled}"
 
     @property
     def name(self) -> str:
@@ -195,6 +197,7 @@ def tile_of(op: str, format: Format, asked: BlockScaledKernelConfig) -> Tile:
     for name, only, why in (
         ("num_ctas", 1, "pairs of programs are not built"),
         ("block_m", BLOCK_M, "a program's tensor memory has 128 lanes"),
+        ("block_k", STAGE_ROW_BYTES, "bytes of a row in a stage: 128 values of e4m3 or 256 of e2m1"),
         ("num_c_stages", 1, "results go from registers to memory, through no buffer"),
         ("num_tmem_buffers", ACCUMULATORS, "two accumulators take turns"),
         ("num_tile_buffers", 1, "every role finds its tiles by itself"),

@@ -14,6 +14,7 @@ from tests.rank_calls import as_torchrun_does
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DISTRIBUTED = (
     "train_step",
+    "accumulate",
     "mxfp8_training",
     "evaluate",
     "inference",

@@ -39,11 +39,13 @@ from .path_oracle import (
     prepared,
 )
 from .quantized import Bundle, Quantized
+from .shapes import Activation
 from .symm import World
 from .virtual import RankInputs, RankResults, run_virtual
 
 OK, FAIL, NOT_RUN = "ok", "FAIL", "not run"
 PEER_TIMEOUT_S = 120.0  # of processes: for the others to compile
+ROWS_PER_EXPERT = (64, 256, None)  # what products are told to expect, as tiles depend on it
 GROUPS = (5, 0, 129)  # rows by expert of operands by themselves: an empty one, and one row more than an atom has
 
 
@@ -158,6 +160,8 @@ def _operands(ops: OpChecks, format: Format, device: torch.device, backend: str 
         op for op in registry.FORMAT_OPS if op.startswith(("quantize_rows", "quantize_c", "quantize_w", "grouped"))
     ]
     chosen = {op: registry.choose(op, call, backend)[0] for op in names}
+    if chosen["grouped_gemm_scaled"].backend == "cute" and format.values_per_byte == 1:
+        chosen[registry.FUSED_OP] = registry.choose(registry.FUSED_OP, call)[0]
     followed = SimpleNamespace(**{op: registry.function(impl) for op, impl in chosen.items()})
     ops.follow(followed, {op: impl.backend for op, impl in chosen.items()}, format.name)
     try:
@@ -195,13 +199,24 @@ def _multiply(ops: SimpleNamespace, format: Format, device: torch.device) -> Non
     square, how = format.values_per_byte == 1, {"format": format, "stop_1": zero_1}
     weight = ops.quantize_weights(w, format=format, square=square)
     scales = {"w_outer_inv_L": weight.outer_inv_G, "square": square}
-    ops.grouped_gemm_scaled(
-        rows(x), weight.values, weight.scales, torch.zeros_like(dy), zero_1, *tables, **how, **scales
-    )
-    if square:
-        operands = (weight.values, weight.transposed_scales, torch.zeros_like(x), zero_1)
-        ops.grouped_gemm_scaled_dgrad(rows(dy), *operands, *tables, **how)
-        ops.grouped_gemm_scaled_wgrad(columns(dy), columns(x), *tables, torch.zeros_like(w), accumulate=False, **how)
+    operands = (rows(x), weight.values, weight.scales)
+    for size in ROWS_PER_EXPERT:
+        out = (torch.zeros_like(dy), zero_1)
+        ops.grouped_gemm_scaled(*operands, *out, *tables, **how, **scales, rows_per_expert=size)
+    if not square:
+        return
+    operands = (rows(dy), weight.values, weight.transposed_scales)
+    for size in ROWS_PER_EXPERT:
+        ops.grouped_gemm_scaled_dgrad(*operands, torch.zeros_like(x), zero_1, *tables, **how, rows_per_expert=size)
+    operands = (columns(dy), columns(x))
+    for accumulate in (False, True):
+        for dtype in (torch.bfloat16, torch.float32):
+            ops.grouped_gemm_scaled_wgrad(*operands, *tables, w.to(dtype), accumulate=accumulate, **how)
+    if hasattr(ops, registry.FUSED_OP):
+        weight = ops.quantize_weights(torch.cat([w, w, w, w], dim=1)[:, :256], format=format, square=True)
+        h2 = rows(torch.zeros(len(x), 128, device=device))
+        operands = (rows(x), weight.values, weight.scales)
+        getattr(ops, registry.FUSED_OP)(*operands, h2, *tables, activation=Activation(), **how)
 
 
 def _not_run(ops: OpChecks, device: torch.device, backend: str | None) -> Iterator[Row]:

@@ -11,7 +11,6 @@ from .options import (
     ExecutionOptions,
     RMSNormPostprocess,
     supports_fused_post_expert_rmsnorm,
-    unsupported_features,
 )
 from .weights import PreparedWeight
 
@@ -48,6 +47,8 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
         raise TypeError(f"{where}: both weights must be prepared or both tensors, got one of each")
     if all(prepared):
         _check_prepared({"w13_weight": w13, "w2_weight": w2}, context)
+        if options.weights_preprocess_fn is not None:
+            raise ValueError(f"{where}: weights_preprocess_fn makes bf16 weights, prepared weights have no use for it")
         w13, w2 = w13.source, w2.source
     elif config.block_scaled is not None and config.block_scaled.format is BlockScaledFormat.NVFP4:
         raise ValueError(
@@ -56,37 +57,67 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
     for name, value in (("w13_weight", w13), ("w2_weight", w2)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
-    _check_weight_layouts(w13, w2, context)
+    weights = {"w13_weight": w13, "w2_weight": w2}
+    if options.weights_preprocess_fn is not None:
+        weights = {}  # check_preprocessed comes when the function was called
+    else:
+        _check_weight_layouts(w13, w2, context)
 
     _check_dtype("x_TD", x_TD, torch.bfloat16)
-    _check_dtype("w13_weight", w13, torch.bfloat16)
-    _check_dtype("w2_weight", w2, torch.bfloat16)
+    for name, value in weights.items():
+        _check_dtype(name, value, torch.bfloat16)
     _check_dtype("topk_expert_ids_TK", ids_TK, torch.int32, torch.int64)
     _check_dtype("topk_scores_TK", scores_TK, torch.bfloat16, torch.float32)
-    named = {
-        "x_TD": x_TD,
-        "topk_expert_ids_TK": ids_TK,
-        "topk_scores_TK": scores_TK,
-        "w13_weight": w13,
-        "w2_weight": w2,
-    }
-    for name, value in named.items():
-        if value.device != context.device:
-            raise ValueError(f"{where}: {name} is on {value.device}, the context on {context.device}")
+    named = {"x_TD": x_TD, "topk_expert_ids_TK": ids_TK, "topk_scores_TK": scores_TK}
+    _check_device(named | weights, context)
     if T and x_TD.stride(1) != 1:
         raise ValueError(
             f"{where}: x_TD must have unit stride along D, got strides {x_TD.stride()}; call .contiguous()"
         )
-    for name, value in (("w13_weight", w13), ("w2_weight", w2)):
-        if not value.is_contiguous():
-            raise ValueError(f"{where}: {name} must be contiguous, got strides {value.stride()}; call .contiguous()")
+    _check_contiguous(weights)
 
+    _check_tracing(options)
+    _check_rmsnorm(options.experts_output_postprocess, x_TD, scores_TK)
+
+
+def check_preprocessed(given: tuple[Tensor, Tensor], found: tuple, context: Context) -> None:
+    """What weights_preprocess_fn made of the weights of a call, by the rules of weights that are passed as they are."""
+    weights = dict(zip(("weights_preprocess_fn(w13_weight)", "weights_preprocess_fn(w2_weight)"), found, strict=True))
+    for (name, value), weight in zip(weights.items(), given, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"routed_experts: {name} must be a tensor, got {type(value).__name__}")
+        if weight.requires_grad and weight.numel() != value.numel():
+            raise ValueError(
+                f"routed_experts: {name} has the shape {list(value.shape)}, so its gradient has none for a weight of "
+                f"shape {list(weight.shape)}; pass that weight with requires_grad=False"
+            )
+    _check_weight_layouts(*found, context)
+    for name, value in weights.items():
+        _check_dtype(name, value, torch.bfloat16)
+    _check_device(weights, context)
+    _check_contiguous(weights)
+
+
+def _check_device(named: dict[str, Tensor], context: Context) -> None:
+    for name, value in named.items():
+        if value.device != context.device:
+            raise ValueError(f"routed_experts: {name} is on {value.device}, the context on {context.device}")
+
+
+def _check_contiguous(weights: dict[str, Tensor]) -> None:
+    for name, value in weights.items():
+        if not value.is_contiguous():
+            raise ValueError(
+                f"routed_experts: {name} must be contiguous, got strides {value.stride()}; call .contiguous()"
+            )
+
+
+def _check_tracing(options: ExecutionOptions) -> None:
+    where = "routed_experts"
     if options.requires_eager and (torch.compiler.is_compiling() or get_proxy_mode() is not None):
         raise RuntimeError(f"{where}: these options require eager execution: they call Python in every step")
-    _check_rmsnorm(options.experts_output_postprocess, x_TD, scores_TK)
-    missing = unsupported_features(options)
-    if missing:
-        raise NotImplementedError(f"{where}: not in this release: {', '.join(missing)}")
+    if options.inplace_wgrad_accum and torch.is_grad_enabled() and torch.compiler.is_compiling():
+        raise NotImplementedError(f"{where}: not in this release under torch.compile: inplace_wgrad_accum")
 
 
 def _check_dtype(name: str, value: Tensor, *wanted: torch.dtype) -> None:

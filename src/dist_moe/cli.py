@@ -219,7 +219,9 @@ def check(
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(self_test.table_of(rows))
     print(describe(found))
-    print(f"check of {where}: {'passed' if answer['passed'] else 'FAILED'} in {answer['seconds']} s")
+    ran = any(row.verdict != self_test.NOT_RUN for row in rows)
+    verdict = "passed" if answer["passed"] else "FAILED" if ran else "nothing ran"
+    print(f"check of {where}: {verdict} in {answer['seconds']} s")
     if out is not None:
         out.write_text(json.dumps(answer | {"machine": found}, indent=1) + "\n")
         print(f"saved: {out}")

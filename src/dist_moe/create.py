@@ -27,7 +27,7 @@ from .planner import (
     stage_columns,
     symmetric_regions,
 )
-from .registry import LOCAL_BACKENDS, default_device, resolve
+from .registry import LOCAL_BACKENDS, call_of, default_device, resolve, unused_kernel_config
 from .symm import World
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     plan = plan_memory(config, world.size, device=world.device)
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
+    if unused := unused_kernel_config(config, call_of(world.device, backend, config), backend):
+        logger.warning("create_context: kernel_config has no effect on %s", unused)
     name = f"dist_moe-{next(_numbers)}" if name is None else name
     if name in live:
         raise ValueError(f"create_context: the name {name!r} is that of a live context; close it or choose another")

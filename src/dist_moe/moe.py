@@ -133,7 +133,7 @@ class ForwardCall:
 
 @dataclass
 class BackwardCall:
-    """One rank's backward. A weight gradient of None is not wanted.
+    """One rank's backward. A weight gradient of None is not wanted; to one that adds a fault does nothing.
 
     Of a forward by route grad_out is [T, K, D] and has the scores in it, whose gradients are not made here: None.
     With a norm it is [T, D], as are the gradients of the scores made here.
@@ -150,6 +150,8 @@ class BackwardCall:
     grad_scores_TK: Tensor | None
     grad_w13_L2FD: Tensor | None
     grad_w2_LDF: Tensor | None
+    adds_w13: bool = False
+    adds_w2: bool = False
     norm: Norm | None = None
     rows_TKD: Tensor | None = None  # kept by the forward
     rstd_TK: Tensor | None = None
@@ -160,6 +162,12 @@ class BackwardCall:
     @property
     def by_route(self) -> bool:
         return self.grad_out_TD.dim() == 3 or self.norm is not None
+
+    def outputs(self) -> list[Tensor]:
+        """What is the call's own to write over."""
+        weights = ((self.grad_w13_L2FD, self.adds_w13), (self.grad_w2_LDF, self.adds_w2))
+        grads = [self.grad_x_TD, self.grad_scores_TK, *(None if adds else grad for grad, adds in weights)]
+        return [grad for grad in grads if grad is not None]
 
 
 def _words(place: Tensor) -> tuple[Tensor, ...]:
@@ -494,8 +502,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
                 num_experts=path.num_experts,
                 stop_1=r.stop_1,
             )
-        grads = [c.grad_x_TD, c.grad_scores_TK, c.grad_w13_L2FD, c.grad_w2_LDF]
-        ops.finish(r.fault_F, r.host_fault_F, [grad for grad in grads if grad is not None])
+        ops.finish(r.fault_F, r.host_fault_F, c.outputs())
         if c.grad_norm_weight_D is not None:
             ops.finish(r.fault_F, r.host_fault_F, [c.grad_norm_weight_D])
 
@@ -525,11 +532,11 @@ def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
     ops.grouped_gemm_dgrad(*dy, c.w2_LDF, *g2, start_P, stop_1=r.stop_1, **path.tiles)
     ops.swiglu_backward(*h1, *g2, row_scores_R, row_score_grads_R, start_P, activation=path.activation, **run)
     if c.grad_w2_LDF is not None:
-        ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=False, **run)
+        ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=c.adds_w2, **run)
     ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
     combine_grads(path, r, c, *dy, row_score_grads_R)
     if path.exchanges:
         signal(path, r, shapes.COMBINED)
     # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
     if c.grad_w13_L2FD is not None:
-        ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=False, **run)
+        ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=c.adds_w13, **run)

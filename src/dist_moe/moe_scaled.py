@@ -184,7 +184,10 @@ def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
         stop_1=r.stop_1,
         num_sms=path.num_sms,
     )
-    for dy, x, grad in ((dy_columns, h2_columns, c.grad_w2_LDF), (g1_columns, x_columns, c.grad_w13_L2FD)):
+    for dy, x, grad, adds in (
+        (dy_columns, h2_columns, c.grad_w2_LDF, c.adds_w2),
+        (g1_columns, x_columns, c.grad_w13_L2FD, c.adds_w13),
+    ):
         if grad is not None:
             ops.grouped_gemm_scaled_wgrad(
                 dy,
@@ -193,7 +196,7 @@ def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
                 plan.num_rows_L,
                 grad,
                 format=path.format,
-                accumulate=False,
+                accumulate=adds,
                 stop_1=r.stop_1,
                 num_sms=path.num_sms,
             )

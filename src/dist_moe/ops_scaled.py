@@ -7,14 +7,17 @@ from .context import Context, live_context
 from .norm import norm_of
 from .ops import (
     NUM_STATE_TENSORS,
+    accumulators,
     define_forward,
     empty_clip_stats,
     empty_grads,
+    empty_grads_of_tokens,
     empty_norm_state,
     empty_norm_weight_grad,
     empty_out,
     expert_major,
     fake_backward,
+    fake_backward_accumulate,
     fake_state,
     run_backward,
     run_forward,
@@ -52,16 +55,26 @@ def _block_scaled_forward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """As dist_moe::bf16_forward; before that of a norm the state has values, scales and transposed scales of both
-    weights, empty if they were prepared (ops.prepared_operands). w13 and w2 are bf16, of prepared ones the sources."""
+    """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, empty if
+    they were prepared (weights.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
-        *found, kept_rows_TKD, rstd_TK, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
-    operands = [part for weight in weights for part in weight[:3]]
+        *found, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
+    operands = _operands(weights)
     operands = operands if save and not prepared else [x_TD.new_empty(0) for _ in operands]
-    return *found, *operands, kept_rows_TKD, rstd_TK, clip_stats_3
+    return *found, *operands, clip_stats_3
+
+
+def _operands(weights) -> list[Tensor]:
+    return [part for weight in weights for part in weight[:3]]
+
+
+def operands_of_call(ctx: Context, w13: Tensor, w2: Tensor) -> list[Tensor]:
+    """The end of the state of a forward whose weights were not prepared, made again."""
+    with ctx.call():
+        return _operands(weights_of_call(ctx, w13, w2, []))
 
 
 def _fake_block_scaled_forward(
@@ -87,7 +100,7 @@ def _fake_block_scaled_forward(
         layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
         operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
     out_TD = empty_out(x_TD, ids_TK, returns_routes)
-    more = (*operands, *empty_norm_state(x_TD, ids_TK, save, norm), empty_clip_stats(x_TD, clip_limit))
+    more = (*empty_norm_state(x_TD, ids_TK, save, norm), *operands, empty_clip_stats(x_TD, clip_limit))
     return out_TD, *fake_state(x_TD, save, context), *more
 
 
@@ -116,11 +129,48 @@ def block_scaled_backward(
     with ctx.call():
         grads = empty_grads(grad_out_TD, scores_TK, w13, w2, needs_w13, needs_w2, wgrad_dtype)
         grads += (empty_norm_weight_grad(grad_out_TD, norm_weight_D, needs_norm_weight),)
-        operands, norm_state = state[NUM_STATE_TENSORS:][:6], state[NUM_STATE_TENSORS:][6:8]
-        weights = (QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:]))
-        how = (state, slot, grads, norm_of(norm_weight_D, norm), norm_state)
-        run_backward(ctx, grad_out_TD, ids_TK, scores_TK, *weights, *how)
+        given = (grad_out_TD, ids_TK, scores_TK, *_weights_of_state(state), state, slot, grads)
+        run_backward(ctx, *given, norm_of(norm_weight_D, norm))
     return grads
 
 
+def _weights_of_state(state: list[Tensor]) -> tuple[QuantizedWeights, QuantizedWeights]:
+    operands = state[NUM_STATE_TENSORS:]
+    return tuple(QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:6]))
+
+
 block_scaled_backward.register_fake(fake_backward)
+
+
+@torch.library.custom_op(
+    "dist_moe::block_scaled_backward_accumulate_", mutates_args=("accumulator_grad_w13", "accumulator_grad_w2")
+)
+def block_scaled_backward_accumulate_(
+    grad_out_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    state: list[Tensor],
+    accumulator_grad_w13: Tensor | None,
+    accumulator_grad_w2: Tensor | None,
+    adds_w13: bool,
+    adds_w2: bool,
+    slot: int,
+    context: str,
+    norm_weight_D: Tensor | None = None,
+    norm: list[float] | None = None,
+    needs_norm_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As dist_moe::bf16_backward_accumulate_; the state ends with the operands of both weights."""
+    ctx = live_context(context)
+    with ctx.call():
+        of_tokens = empty_grads_of_tokens(grad_out_TD, scores_TK)
+        of_norm = empty_norm_weight_grad(grad_out_TD, norm_weight_D, needs_norm_weight)
+        grads = (*of_tokens, *accumulators(accumulator_grad_w13, accumulator_grad_w2), of_norm)
+        given = (grad_out_TD, ids_TK, scores_TK, *_weights_of_state(state), state, slot, grads)
+        run_backward(ctx, *given, norm_of(norm_weight_D, norm), adds_w13, adds_w2)
+    return *of_tokens, of_norm
+
+
+block_scaled_backward_accumulate_.register_fake(fake_backward_accumulate)

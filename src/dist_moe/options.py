@@ -56,21 +56,28 @@ class RMSNormPostprocess:
 class ExecutionOptions:
     """Options of one call.
 
-    Args:    inplace_wgrad_accum: backward adds into the owners' existing .grad.
-             wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is.
-             weights_preprocess_fn(weight) -> bf16 weight, run again in backward.
+    Args:    inplace_wgrad_accum: backward adds into the owners' .grad where both have one: FP32 sums, one rounding, no
+             gradient between. Where not, autograd attaches the gradients. Post-accumulate hooks run once either way.
+             wgrad_parameter_owners: (w13_owner, w2_owner), the leaves whose .grad that is, in the memory order of the
+             weights; DTensors count with their local shard. Default: the weights or the leaves that they are views of.
+             Kept by weak references.
+             weights_preprocess_fn(weight) -> bf16 weight in a layout of routed_experts, run again in backward, so that
+             nothing else is kept; the gradient of what it returns is taken for that of weight.
              experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D], applied to what the
              experts returned for this rank's slots before the scores are (zeros for a slot without an expert). Eager:
              it runs without gradients in forward and, where inputs of the call want gradients, again with them in
              backward, on the same rows, which are kept, and with the same random numbers; parameters that it has
              captured get gradients then. The same on all ranks.
-             wgrad_postprocess_fn(name, grad) -> grad or None, name "w2" or "w13".
+             wgrad_postprocess_fn(name, grad) -> grad or None, called with "w2", then with "w13", when backward is
+             issued; autograd gets what it returns.
              swiglu_clip_stats_out_3: fp32 [3], overwritten by every forward with [gates above the limit, ups beyond it
              on either side, all gates] of the rows that this rank receives, before any clamp: exact, then rounded to
              FP32, NaN after a fault. It may lie on any device here; that it lies on x's is checked by the call, because
              only the call knows x (and a CPU call needs a CPU tensor).
              swiglu_clip_limit: the limit that is counted, any finite one, whatever Config.swiglu_limit is.
-             wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate).
+             wgrad_destination_fn(name, shape, dtype, device) -> (tensor, accumulate), called with "w13", then with
+             "w2", before backward runs. The contiguous tensor, bf16 or FP32, takes the gradient and autograd gets
+             none. Experts without rows leave what is there when accumulating, and write zeros when not.
     Raises:  TypeError, ValueError.
     """
 
@@ -111,6 +118,12 @@ class ExecutionOptions:
             runs_post = post is not None
         hooks = (self.weights_preprocess_fn, self.wgrad_postprocess_fn, self.wgrad_destination_fn)
         return runs_post or any(hook is not None for hook in hooks)
+
+    @property
+    def leaves_weights_alone(self) -> bool:
+        """Whether weights are used as they are and all their gradients are autograd's."""
+        hooks = (self.weights_preprocess_fn, self.wgrad_postprocess_fn, self.wgrad_destination_fn)
+        return not self.inplace_wgrad_accum and all(hook is None for hook in hooks)
 
     def _check_owners(self):
         owners = self.wgrad_parameter_owners
@@ -158,10 +171,32 @@ def _is_requested(value: Any) -> bool:
     return value is not None and value is not False  # by identity: tensors and callables have truth values of their own
 
 
-def unsupported_features(options: ExecutionOptions) -> list[str]:
-    """Names of the fields that ask for something which this release checks but does not execute yet."""
-    names = ("inplace_wgrad_accum", "weights_preprocess_fn", "wgrad_postprocess_fn", "wgrad_destination_fn")
-    return [name for name in names if _is_requested(getattr(options, name))]
+def clip_limit_of(options: ExecutionOptions | None) -> float | None:
+    """The limit to count at, as FP32 can hold it; None: nothing is to be counted."""
+    if options is None or options.swiglu_clip_stats_out_3 is None:
+        return None
+    largest = torch.finfo(torch.float32).max  # no finite BF16 value is beyond it
+    return min(max(options.swiglu_clip_limit, -largest), largest)
+
+
+def callable_of(options: ExecutionOptions | None) -> Callable[[Tensor], Tensor] | RMSNormPostprocess | None:
+    """What takes the route rows out of the op: the caller's own function, or a norm with an observer."""
+    post = None if options is None else options.experts_output_postprocess
+    return None if isinstance(post, RMSNormPostprocess) and not post.has_observer else post
+
+
+def norm_weights_of(options: ExecutionOptions | None) -> tuple[Tensor, ...]:
+    """The weight of a norm behind the experts, if there is one."""
+    post = None if options is None else options.experts_output_postprocess
+    return (post.weight,) if isinstance(post, RMSNormPostprocess) and post.weight is not None else ()
+
+
+def norm_arguments_of(options: ExecutionOptions | None) -> tuple[Tensor | None, list[float] | None]:
+    """norm_weight_D and norm of the ops: of a norm without an observer."""
+    post = None if options is None else options.experts_output_postprocess
+    if not isinstance(post, RMSNormPostprocess) or post.has_observer:
+        return None, None
+    return post.weight, post.numbers
 
 
 def supports_fused_post_expert_rmsnorm(

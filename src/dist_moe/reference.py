@@ -27,6 +27,7 @@ from .reference_producers import dispatch_quantize as dispatch_quantize
 from .reference_producers import quantize_received as quantize_received
 from .reference_products import grouped_gemm_scaled as grouped_gemm_scaled
 from .reference_products import grouped_gemm_scaled_dgrad as grouped_gemm_scaled_dgrad
+from .reference_products import grouped_gemm_scaled_swiglu as grouped_gemm_scaled_swiglu
 from .reference_products import grouped_gemm_scaled_wgrad as grouped_gemm_scaled_wgrad
 from .reference_slots import plan_backward as plan_backward
 from .reference_slots import plan_forward as plan_forward

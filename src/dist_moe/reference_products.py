@@ -9,6 +9,7 @@ from torch import Tensor
 from .formats import ROW_ALIGNMENT, Format, padded_scales
 from .quantized import Bundle, check_scaled_rows, check_scaled_wgrad
 from .reference_formats import decode, from_blocked, scale_values, unpack_codes
+from .reference_swiglu import swiglu_quantize
 from .shapes import cdiv
 
 
@@ -148,3 +149,37 @@ def grouped_gemm_scaled_wgrad(
             continue
         grad_NK = (columns_operand(dy, rows, rows_end, format) @ columns_operand(x, rows, rows_end, format).T).float()
         out_LNK[e] = (out_LNK[e].float() + grad_NK if accumulate else grad_NK).to(out_LNK.dtype)
+
+
+def grouped_gemm_scaled_swiglu(
+    a,
+    w13_values_L2FD,
+    w13_scales,
+    h2_rows,
+    row_start_P,
+    num_rows_L,
+    *,
+    format,
+    activation,
+    fast_math=False,
+    h1_X2F=None,
+    h1_start_1=None,
+    stop_1,
+    num_sms=None,
+) -> None:
+    """h2 = quantise(act(bf16(a[r] @ w13[e].T))): grouped_gemm_scaled and swiglu_quantize, with their rounding.
+
+    Args:    as of both; h1_X2F, h1_start_1: bf16 gate and up; None: not stored.
+    """
+    rows_end = int(row_start_P[-1])
+    h1, start_1 = h1_X2F, h1_start_1
+    if h1 is None:
+        h1 = a.values.new_zeros(rows_end, w13_values_L2FD.shape[1], dtype=torch.bfloat16)
+        start_1 = torch.zeros_like(stop_1)
+    operands, tables = (a, w13_values_L2FD, w13_scales), (row_start_P, num_rows_L)
+    grouped_gemm_scaled(*operands, h1, start_1, *tables, format=format, stop_1=stop_1)
+    slots_R = torch.full((rows_end,), -1, dtype=torch.int32, device=h1.device)
+    for _, rows in _segments(*tables):
+        slots_R[rows] = 0
+    options = {"format": format, "activation": activation, "fast_math": fast_math, "stop_1": stop_1}
+    swiglu_quantize(h1, start_1, h2_rows, row_start_P, slots_R, **options)

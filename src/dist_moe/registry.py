@@ -114,12 +114,11 @@ def needs_blackwell_and(product: str, *formats: Format) -> Callable[[Call], str 
     """Of a product, by its name in kernels_cute.tiles, that is written for these formats."""
 
     def refuses(call: Call) -> str | None:
-        if call.device.type != "cuda" or call.compute_capability[0] != 10:
-            return "written for the tensor cores of compute capability 10.x"
-        if problem := _cute_problem() or _not_written_for(call.config, *formats):
-            return problem
         tiles = importlib.import_module(f"{__package__}.kernels_cute.tiles")
-        return tiles.refuses(product, call.config)
+        if call.device.type != "cuda" or call.compute_capability not in tiles.ARCHS:
+            built = " and ".join(f"{major}.{minor}" for major, minor in tiles.ARCHS)
+            return f"written for the tensor cores of compute capability {built}"
+        return _cute_problem() or _not_written_for(call.config, *formats) or tiles.refuses(product, call.config)
 
     return refuses
 
@@ -173,6 +172,7 @@ _INFERENCE_ONLY = {"pack_rows", "dispatch_packed"}
 _TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
 _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES
+FUSED_OP = "grouped_gemm_scaled_swiglu"  # of the cute backend alone: W13 with SwiGLU and its quantiser
 _NOT_EXECUTED = "compiled and emulated, not executed on hardware"
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
@@ -192,6 +192,14 @@ IMPLS = (
             ("grouped_gemm_scaled_dgrad", ("dgrad", MXFP8_E4M3)),
             ("grouped_gemm_scaled_wgrad", ("wgrad", MXFP8_E4M3)),
         )
+    ),
+    Impl(
+        FUSED_OP,
+        "cute",
+        f"dist_moe.kernels_cute.grouped_gemm:{FUSED_OP}",
+        needs_blackwell_and("swiglu", MXFP8_E4M3),
+        f"{_NOT_EXECUTED}; the path runs its two parts",
+        True,
     ),
     *(Impl(op, "triton", f"dist_moe.kernels_triton.{file}:{op}", needs_triton) for op, file in _FILES.items()),
     *(Impl(op, "reference", f"dist_moe.reference:{op}", cpu_or_by_name) for op in _FILES),
@@ -221,7 +229,7 @@ def call_of(device: torch.device | str, backend: str | None, config: Config | No
 
 def _capability(device: torch.device | str | None) -> tuple[int, int] | None:
     """Of a GPU that is described as "sm_100"; None for any other device."""
-    match = re.fullmatch(r"sm_(\d+)(\d)", device) if isinstance(device, str) else None
+    match = re.fullmatch(r"sm_(\d+)(\d)[af]?", device) if isinstance(device, str) else None
     return match and (int(match[1]), int(match[2]))
 
 
@@ -260,6 +268,21 @@ def ops_of(config: Config) -> tuple[str, ...]:
     left_out = _BF16_ONLY | {"quantize_rows", "quantize_columns"}
     left_out |= _TRAINING_ONLY if config.inference else _INFERENCE_ONLY
     return tuple(op for op in OPS + FORMAT_OPS if op not in left_out)
+
+
+def unused_kernel_config(config: Config, call: Call, backend: str | None = None) -> str | None:
+    """Products that do not take the kernel configuration of a Config, with the reasons; None when there is none."""
+    if config.block_scaled is None or config.block_scaled.kernel_config is None:
+        return None
+    products = {impl.op for impl in IMPLS if impl.takes_kernel_config}
+    ops_by_answer: dict[str, list[str]] = {}
+    for op in ops_of(config):
+        if op in products:
+            impl, reasons = choose(op, call, backend)
+            if not impl.takes_kernel_config:
+                why = [reason for reason in reasons if reason.startswith("cute: ")] or [f"{backend} was named"]
+                ops_by_answer.setdefault("; ".join([impl.backend, *why]), []).append(op)
+    return "; ".join(f"{', '.join(ops)} in {answer}" for answer, ops in ops_by_answer.items()) or None
 
 
 def resolve(device: torch.device, backend: str | None = None, config: Config | None = None) -> SimpleNamespace:
@@ -322,6 +345,8 @@ def explain(
     if config.block_scaled is not None:
         hint = "" if config.block_scaled.pipeline == "staged" else ", asked for mega: same numbers"
         lines.append(f"block-scaled: {config.block_scaled.format}, pipeline staged{hint}")
+        if unused := unused_kernel_config(config, call, backend):
+            lines.append(f"kernel_config has no effect on {unused}")
     lines.append(f"ops on {where}:")
     ops_by_answer: dict[str, list[str]] = {}
     for op in ops_of(config):

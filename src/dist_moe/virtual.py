@@ -15,21 +15,14 @@ from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
+from .engine import takes
 from .norm import norm_of
-from .ops import (
-    callable_of,
-    clip_limit_of,
-    empty_norm_state,
-    empty_out,
-    expert_major,
-    norm_arguments_of,
-    norm_weights_of,
-    unprepared,
-)
-from .options import ExecutionOptions
+from .ops import accumulators, empty_norm_state, empty_out, expert_major
+from .options import ExecutionOptions, callable_of, clip_limit_of, norm_arguments_of, norm_weights_of
 from .postprocess import postprocessed
 from .symm import World
-from .weights import PreparedWeight
+from .weights import PreparedWeight, unprepared
+from .wgrad import W2, W13, WeightGrads, weight_grads_of
 
 
 @dataclass
@@ -53,6 +46,15 @@ class RankResults:
     grad_w2_LDF: Tensor | None = None
 
 
+def _operands(context: Context, weights: Sequence[Tensor], prepared: list[Tensor | None]) -> tuple:
+    """The weights as the path takes them."""
+    if context.path.format is None:
+        return expert_major(context, *weights)
+    from . import ops_scaled  # registers ops that a bf16 program has no use for
+
+    return ops_scaled.weights_of_call(context, *weights, prepared)
+
+
 class _VirtualExperts(torch.autograd.Function):
     """One autograd node for all ranks: a forward that saves belongs to one backward that runs for all."""
 
@@ -61,44 +63,33 @@ class _VirtualExperts(torch.autograd.Function):
         autograd_ctx,
         context: Context,
         save: bool,
+        wgrads: list[WeightGrads],
         prepared: list[list[Tensor | None]],
         options: list[ExecutionOptions | None],
         *flat: Tensor,
     ):
-        """prepared: of every rank ops.prepared_operands, or nothing.  flat: five inputs of every rank, then their
+        """prepared: of every rank weights.prepared_operands, or nothing.  flat: five inputs of every rank, then their
         weights of norms, or None."""
         flat, norm_weights = flat[: 5 * len(options)], flat[5 * len(options) :]
         ranks_in = [flat[i : i + 5] for i in range(0, len(flat), 5)]
+        used = [asked.preprocessed(context, *rank[3:]) for asked, rank in zip(wgrads, ranks_in, strict=True)]
         slot, depth = context.saved.selected
         with context.call():
             calls = []
-            for (x_TD, ids_TK, scores_TK, *weights), operands, asked in zip(ranks_in, prepared, options, strict=True):
-                returns_routes = callable_of(asked) is not None
-                out_TD = empty_out(x_TD, ids_TK, returns_routes)
-                if context.path.format is None:
-                    weights = expert_major(context, *weights)
-                else:
-                    from . import ops_scaled  # registers ops that a bf16 program has no use for
-
-                    weights = ops_scaled.weights_of_call(context, *weights, operands)
-                inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
-                calls.append(moe.ForwardCall(*inputs, out_TD, save, slot, depth, returns_routes))
-                norm_weight_D, norm = norm_arguments_of(asked)
-                calls[-1].norm = norm_of(norm_weight_D, norm)
-                norm_state = empty_norm_state(x_TD, ids_TK, save, norm)
-                calls[-1].kept_rows_TKD, calls[-1].rstd_TK = (t if t.dim() > 1 else None for t in norm_state)
-                if (clip_limit := clip_limit_of(asked)) is not None:
-                    calls[-1].clip_limit, calls[-1].clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
+            for rank_in, weights, operands, asked in zip(ranks_in, used, prepared, options, strict=True):
+                calls.append(_forward_call(context, rank_in[:3], _operands(context, weights, operands), save, asked))
             if save:
                 context.saved.push(slot, depth)
             moe.forward(context.path, context.ranks, calls)
         read = [t for tensors in ranks_in for t in tensors[1:]] + [t for operands in prepared for t in operands]
         autograd_ctx.save_for_backward(*read, *norm_weights)
         outs = tuple(call.out_TD for call in calls)
-        for call in calls:
+        for call, asked in zip(calls, wgrads, strict=True):
+            if asked.preprocess_fn is not None:
+                call.w13_L2FD = call.w2_LDF = None  # made again in backward
             call.out_TD = None  # the outputs name this node: kept here, all of it would live until a garbage collection
         autograd_ctx.context, autograd_ctx.calls, autograd_ctx.slot = context, calls, slot
-        autograd_ctx.saved_forward = context.saved.newest
+        autograd_ctx.saved_forward, autograd_ctx.wgrads = context.saved.newest, wgrads
         return outs
 
     @staticmethod
@@ -106,60 +97,114 @@ class _VirtualExperts(torch.autograd.Function):
         context: Context = autograd_ctx.context
         saved = autograd_ctx.saved_tensors  # complains when one was changed in place
         context.require_newest(autograd_ctx.saved_forward)
-        dtype = context.config.wgrad_dtype or torch.bfloat16
-        L, D, F = context.experts_per_rank, context.config.hidden_dim, context.config.intermediate_dim
+        visits = [_Visit(autograd_ctx, rank, asked) for rank, asked in enumerate(autograd_ctx.wgrads)]
         calls = [
-            moe.BackwardCall(
-                grad_out.contiguous(),
-                call.ids_TK,
-                call.scores_TK,
-                call.w13_L2FD,
-                call.w2_LDF,
-                call.plan,
-                call.place,
-                torch.empty_like(call.x_TD),
-                None
-                if grad_out.dim() == 3
-                else torch.empty_like(call.scores_TK, memory_format=torch.contiguous_format),
-                torch.empty((L, 2 * F, D), dtype=dtype, device=context.device),
-                torch.empty((L, D, F), dtype=dtype, device=context.device),
-                call.norm,
-                call.kept_rows_TKD,
-                call.rstd_TK,
-                None if call.norm is None or call.norm.weight_D is None else torch.empty_like(call.norm.weight_D),
-            )
-            for call, grad_out in zip(autograd_ctx.calls, grad_outs, strict=True)
+            visit.call(call, grad_out, *saved[4 * rank + 2 : 4 * rank + 4])
+            for rank, (visit, call, grad_out) in enumerate(zip(visits, autograd_ctx.calls, grad_outs, strict=True))
         ]
         with context.call():
             context.saved.pop(autograd_ctx.slot)
             moe.backward(context.path, context.ranks, calls)
         grads = []
-        saved = saved[: 4 * len(calls)]
-        for c, w13, w2 in zip(calls, saved[2::4], saved[3::4], strict=True):
-            weights = (c.grad_w13_L2FD.view(w13.shape), c.grad_w2_LDF.view(w2.shape))
-            grads += [c.grad_x_TD, None, c.grad_scores_TK, *weights]
-        return None, None, None, None, *grads, *(c.grad_norm_weight_D for c in calls)
+        for rank, (visit, call) in enumerate(zip(visits, calls, strict=True)):
+            grads += visit.grads(call, *saved[4 * rank + 2 : 4 * rank + 4], context.ranks[rank].stop_1)
+        return None, None, None, None, None, *grads, *(call.grad_norm_weight_D for call in calls)
+
+
+def _forward_call(context: Context, tensors, weights: tuple, save: bool, asked: ExecutionOptions | None):
+    """One rank's, of x, ids and scores and the weights as the path takes them."""
+    x_TD, ids_TK, scores_TK = tensors
+    returns_routes = callable_of(asked) is not None
+    out_TD = empty_out(x_TD, ids_TK, returns_routes)
+    inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
+    call = moe.ForwardCall(*inputs, out_TD, save, *context.saved.selected, returns_routes)
+    norm_weight_D, norm = norm_arguments_of(asked)
+    call.norm = norm_of(norm_weight_D, norm)
+    norm_state = empty_norm_state(x_TD, ids_TK, save, norm)
+    call.kept_rows_TKD, call.rstd_TK = (t if t.dim() > 1 else None for t in norm_state)
+    if (clip_limit := clip_limit_of(asked)) is not None:
+        call.clip_limit, call.clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
+    return call
+
+
+class _Visit:
+    """Where one rank's gradients of a backward go. There is one visit: what it does not take is lost."""
+
+    def __init__(self, autograd_ctx, rank: int, wgrads: WeightGrads):
+        self.wgrads, self.context = wgrads, autograd_ctx.context
+        functions = autograd_ctx.next_functions[5 * rank : 5 * rank + 5]
+        nodes = {place: node for place, (node, _) in enumerate(functions) if node is not None}
+        self.needed, self.taken = nodes.keys() & {W13, W2}, {place for place, node in nodes.items() if takes(node)}
+        self.targets = wgrads.resolve(self.context.config.wgrad_dtype, nodes)
+        self.written = self.targets.written_by_backward(self.needed)
+
+    def call(self, call: moe.ForwardCall, grad_out_TD: Tensor, w13: Tensor, w2: Tensor) -> moe.BackwardCall:
+        context, config = self.context, self.context.config
+        L, D, F = context.experts_per_rank, config.hidden_dim, config.intermediate_dim
+        weights = (call.w13_L2FD, call.w2_LDF)
+        if self.wgrads.preprocess_fn is not None:
+            weights = _operands(context, self.wgrads.preprocessed(context, w13, w2), [])
+        dtype = self.targets.dtype_of_new(self.needed, self.taken, self.wgrads)
+        into = self.targets.into if self.written else {}
+        accumulators(*(into[place].tensor if place in into else None for place in (W13, W2)))
+        return moe.BackwardCall(
+            grad_out_TD.contiguous(),
+            call.ids_TK,
+            call.scores_TK,
+            *weights,
+            call.plan,
+            call.place,
+            torch.empty_like(call.x_TD),
+            None
+            if call.returns_routes
+            else torch.empty(call.scores_TK.shape, dtype=call.scores_TK.dtype, device=call.scores_TK.device),
+            *(
+                into[place].tensor.view(shape)
+                if place in into
+                else torch.empty(shape, dtype=dtype, device=context.device)
+                for place, shape in ((W13, (L, 2 * F, D)), (W2, (L, D, F)))
+            ),
+            *(place in into and into[place].accumulate for place in (W13, W2)),
+            call.norm,
+            call.kept_rows_TKD,
+            call.rstd_TK,
+            None if call.norm is None or call.norm.weight_D is None else torch.empty_like(call.norm.weight_D),
+        )
+
+    def grads(self, call: moe.BackwardCall, w13: Tensor, w2: Tensor, stop_1: Tensor) -> list[Tensor | None]:
+        """Of the rank's five inputs."""
+        grads = {0: call.grad_x_TD, 2: call.grad_scores_TK}
+        if not self.written:
+            grads |= {W13: call.grad_w13_L2FD.view(w13.shape), W2: call.grad_w2_LDF.view(w2.shape)}
+        self.wgrads.deliver(self.targets, grads, self.taken, stop_1)
+        return [grads.get(place) for place in range(5)]
 
 
 def routed_experts(
-    inputs: Sequence[RankInputs], context: Context, *, options: Sequence[ExecutionOptions | None] | None = None
+    inputs: Sequence[RankInputs],
+    context: Context,
+    *,
+    options: ExecutionOptions | Sequence[ExecutionOptions | None] | None = None,
 ) -> list[Tensor]:
-    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r] and options[r]. The same
-    checks, layouts and errors, differentiable in the same way; returns the outputs by rank."""
+    """dist_moe.routed_experts for every rank of a virtual World: rank r passes inputs[r], and options[r] or options.
+    The same checks, layouts and errors, differentiable in the same way but in one visit; returns the outputs by rank.
+    """
     context.require_open()
-    options = [None] * len(inputs) if options is None else list(options)
     if len(inputs) != len(context.ranks):
         raise ValueError(f"routed_experts: {len(context.ranks)} virtual ranks need as many inputs, got {len(inputs)}")
-    flat, prepared, save = [], [], False
+    if not isinstance(options, list | tuple):
+        options = [options] * len(inputs)
+    given, save = [], False
     for rank, asked in zip(inputs, options, strict=True):
         tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
         check_call(*tensors, context, asked)
         save |= wants_backward(context, *tensors, *norm_weights_of(asked))
-        tensors, operands = unprepared(tensors)
-        flat += tensors
-        prepared.append(operands)
+        given.append(unprepared(tensors))
+    wgrads = [weight_grads_of(asked, tensors, save) for asked, (tensors, _) in zip(options, given, strict=True)]
+    prepared = [operands for _, operands in given]
+    flat = [tensor for tensors, _ in given for tensor in tensors]
     norm_weights = [norm_arguments_of(asked)[0] for asked in options]
-    outs = _VirtualExperts.apply(context, save, prepared, options, *flat, *norm_weights)
+    outs = _VirtualExperts.apply(context, save, wgrads, prepared, list(options), *flat, *norm_weights)
     return [
         out if (post := callable_of(asked)) is None else postprocessed(post, out, rank.ids_TK, rank.scores_TK, context)
         for out, rank, asked in zip(outs, inputs, options, strict=True)
@@ -187,11 +232,11 @@ def run_virtual(
     device="cpu",
     backend: str | None = None,
     context: Context | None = None,
-    options: Sequence[ExecutionOptions | None] | None = None,
+    options: ExecutionOptions | Sequence[ExecutionOptions | None] | None = None,
 ) -> list[RankResults]:
     """Forward, and backward where grad_out_TD is given, of all ranks in this process.
 
-    Args:    context: run on this one (made for a virtual World) instead of a fresh one.  options: of every rank.
+    Args:    context: run on this one (made for a virtual World) instead of a fresh one.  options: as of routed_experts.
     Raises:  as create_context and routed_experts; ValueError when only some ranks have a grad_out_TD; the fault of the
              calls, if any, before it returns.
     """

@@ -296,3 +296,21 @@ def _check_out(out: PreparedWeight, weight: Tensor, format: BlockScaledFormat, s
         raise ValueError(f"{where} must be on the device of the weight, {weight.device}, got {out.fprop_data.device}")
     if _are_freed(out):
         raise ValueError(f"{where} must have its storages, some are of 0 bytes; resize them back first")
+
+
+def prepared_operands(*weights: PreparedWeight) -> list[Tensor | None]:
+    """What block_scaled_forward takes of prepared weights: values, scales, transposed scales, inverse outer scales."""
+    names = ("fprop_data", "fprop_scale", "dgrad_scale", "global_scale_inv")
+    return [getattr(weight, name) for weight in weights for name in names]
+
+
+def operands_of_backward(prepared: list[Tensor | None]) -> list[Tensor | None]:
+    return [*prepared[:3], *prepared[4:7]]
+
+
+def unprepared(inputs: tuple) -> tuple[tuple, list[Tensor | None]]:
+    """The inputs of a call with the sources of prepared weights, to which gradients go, and prepared_operands."""
+    weights = inputs[3:]
+    if not isinstance(weights[0], PreparedWeight):
+        return inputs, []
+    return (*inputs[:3], *(weight.source for weight in weights)), prepared_operands(*weights)

@@ -13,7 +13,7 @@ from dist_moe import cli
 from dist_moe.check import FAIL, MODES, NOT_RUN, OK, cases_of, check, passed
 from dist_moe.op_check import ROUNDED
 from dist_moe.quantized import Bundle
-from dist_moe.registry import FORMAT_OPS, IMPLS, OPS
+from dist_moe.registry import FORMAT_OPS, FUSED_OP, IMPLS, OPS
 from dist_moe.testing import TOLERANCES
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_nothing_that_ran_is_not_a_pass(monkeypatch):
 
 
 def test_every_rounded_argument_has_a_bar():
-    assert set(ROUNDED) <= {*OPS, *FORMAT_OPS}
+    assert set(ROUNDED) <= {*OPS, *FORMAT_OPS, FUSED_OP}
     assert all(bar in TOLERANCES for bars in ROUNDED.values() for bar in bars.values())
 
 

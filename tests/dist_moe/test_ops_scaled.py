@@ -16,7 +16,7 @@ from dist_moe import (
     prepare_block_scaled_weight,
     routed_experts,
 )
-from dist_moe.ops import prepared_operands
+from dist_moe.weights import prepared_operands
 
 T, D, F, K, E = 8, 64, 96, 2, 4
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")

@@ -7,7 +7,6 @@ from dist_moe.options import (
     ExecutionOptions,
     RMSNormPostprocess,
     supports_fused_post_expert_rmsnorm,
-    unsupported_features,
 )
 
 NORM = RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)
@@ -129,25 +128,6 @@ def test_clip_stats_may_lie_on_the_cpu():
 )
 def test_requires_eager(values, expected):
     assert ExecutionOptions(**values).requires_eager is expected
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ({}, []),
-        ({"swiglu_clip_limit": 1.0}, []),  # counts nothing without a tensor to count into
-        ({"inplace_wgrad_accum": True, "wgrad_parameter_owners": OWNERS}, ["inplace_wgrad_accum"]),
-        ({"swiglu_clip_stats_out_3": torch.zeros(3)}, []),
-        ({"experts_output_postprocess": FalsyCallable()}, []),
-        (
-            {"weights_preprocess_fn": print, "experts_output_postprocess": NORM, "wgrad_postprocess_fn": print},
-            ["weights_preprocess_fn", "wgrad_postprocess_fn"],
-        ),
-        ({"wgrad_destination_fn": print}, ["wgrad_destination_fn"]),
-    ],
-)
-def test_unsupported_features(values, expected):
-    assert unsupported_features(ExecutionOptions(**values)) == expected
 
 
 CONTRACT = {

@@ -8,7 +8,16 @@ from importlib import metadata
 import pytest
 import torch
 
-from dist_moe import BlockScaledConfig, BlockScaledKernelConfig, Config, VmmConfig, explain, reference, registry
+from dist_moe import (
+    BlockScaledConfig,
+    BlockScaledKernelConfig,
+    Config,
+    VmmConfig,
+    create_context,
+    explain,
+    reference,
+    registry,
+)
 from dist_moe.registry import (
     BACKENDS,
     CUTE_DSL,
@@ -16,6 +25,7 @@ from dist_moe.registry import (
     IMPLS,
     OPS,
     Call,
+    call_of,
     choose,
     default_device,
     function,
@@ -23,6 +33,7 @@ from dist_moe.registry import (
     ops_of,
     resolve,
 )
+from dist_moe.symm import World
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -133,6 +144,27 @@ def test_what_the_cute_dsl_does_not_take_runs_in_triton_and_says_why(config, rea
 
 
 @pytest.mark.cute
+def test_a_kernel_configuration_that_has_no_effect_is_said(tried_dsl, caplog):
+    asked = replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=replace(TILE, num_ctas=2)))
+    text = explain(asked, 2, device="sm_100")
+    assert "kernel_config has no effect on grouped_gemm_scaled, grouped_gemm_scaled_dgrad, grouped_gemm" in text
+    assert "in triton; cute: kernel_config: num_ctas must be 1" in text
+    taken = replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=TILE))
+    assert "has no effect" not in explain(taken, 2, device="sm_100")
+    with create_context(group=World.virtual(2, "cpu"), config=taken, backend="reference"):
+        assert "kernel_config has no effect on" in caplog.text and "reference was named" in caplog.text
+    caplog.clear()
+    with create_context(group=World.virtual(2, "cpu"), config=SCALED, backend="reference"):
+        assert not caplog.text
+
+
+@pytest.mark.parametrize("device", ["sm_101", "sm_110a", "sm_120"])
+def test_gpus_that_nothing_is_compiled_for_get_triton(tried_dsl, device):
+    impl, reasons = choose("grouped_gemm_scaled", call_of(device, None, SCALED))
+    assert impl.backend == "triton"
+    assert "cute: written for the tensor cores of compute capability 10.0 and 10.3" in reasons
+
+
 def test_a_kernel_configuration_reaches_the_product_that_takes_it(tried_dsl):
     asked = replace(SCALED, block_scaled=BlockScaledConfig(kernel_config=TILE))
     for config, capability, wanted in ((asked, (10, 0), TILE), (SCALED, (10, 0), None), (asked, (9, 0), None)):

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from dist_moe import Config, color_activation_slots, create_context, moe, ops, routed_experts
+from dist_moe import Config, color_activation_slots, create_context, engine, moe, routed_experts
 from dist_moe.errors import InvalidExpertIdError, SlotError
 
 T, D, F, K, E = 8, 32, 32, 2, 4
@@ -255,7 +255,7 @@ def test_nothing_is_kept_for_a_visit_that_cannot_come_or_cannot_be_kept(options,
 
 
 def test_a_torch_that_does_not_tell_has_one_visit(visits, monkeypatch):
-    monkeypatch.setattr(ops, "_executes", lambda node: True)
+    monkeypatch.setattr(engine, "_executes", lambda node: True)
     visits.assert_gives("x")
     visits.assert_gives_none_of("w13")
 

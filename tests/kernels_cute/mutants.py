@@ -29,6 +29,7 @@ class Mutant:
     block_n: int = 128
     swap_ab: bool = False
     format: Format = MXFP8_E4M3
+    far: bool = False  # places beyond 32 bits
     steps: int = 5  # of the contraction; one lets the multiplications run ahead of the epilogue
 
     def build(self, folder: Path):
@@ -179,5 +180,17 @@ MUTANTS = [
         "column // ATOM_ROWS * atoms_deep + before",
         "column // ATOM_ROWS * atoms_deep",
         op="wgrad",
+    ),
+    Mutant("one step too many", "multiply", "instruction_k < depth:", "instruction_k < depth + 32:", "wgrad"),
+    Mutant("no fence after the wait for a turn", "multiply", "                after_signal()\n", ""),
+    Mutant("no fence after the wait for a sum", "epilogue", "                after_signal()\n", ""),
+    Mutant(
+        "no fence before giving back", "tensor_memory", "FenceKind.BEFORE_THREAD_SYNC", "FenceKind.AFTER_THREAD_SYNC"
+    ),
+    Mutant("the loads end without waiting", "load", "        ring.producer_tail(state)\n", ""),
+    Mutant("infinity is no NaN", "epilogue", "if amax >= INFINITY:", "if amax > INFINITY:", "swiglu", 256),
+    Mutant("tiny blocks get a scale too high", "epilogue", "if m <= SMALLEST:", "if m < 0:", "swiglu", 256),
+    Mutant(
+        "rows counted in 32 bits", "epilogue", "at = (first_row + thread)", "at = Int32(first_row + thread)", far=True
     ),
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_moe import reference_products
-from dist_moe.formats import E8M0_BIAS, PADDING_SCALE, Format, padded_scales
+from dist_moe.formats import E8M0_BIAS, E8M0_NAN, PADDING_SCALE, Format, padded_scales
 from dist_moe.kernels_cute import grouped_gemm
 from dist_moe.quantized import Bundle, QuantizedWeights
 from dist_moe.reference_formats import (
@@ -31,6 +31,7 @@ from dist_moe.shapes import Activation, align
 ALIGNMENT = 128
 BAD_VALUE, BAD_SCALE, BAD_OUT = 0x7F, 0xFF, 7.0  # NaN as a value and as a scale, where a format has one
 EXPERT_EXPONENT = 20  # of the ratio of two experts' scales
+TWO_LEVEL_EXPERT_EXPONENT = 9  # e4m3 scales reach no farther; their outer scales do
 LOG2_E = 1.4426950408889634
 
 
@@ -72,6 +73,7 @@ class Problem:
     activation: Activation = Activation()
     stores_h1: bool = False
     stopped: bool = False
+    edges: bool = False  # rows of zeros, of NaN, of very small and very large values
     given: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -100,12 +102,17 @@ class Problem:
         """Scale codes (uint8) of powers of two; for SwiGLU such that sigmoids are neither 0 nor 1."""
         exponents = exponents - (5 if self.op == "swiglu" else 2)
         if self.format.two_level:
+            exponents = exponents - 3
             return torch.exp2(exponents.float()).to(self.format.scale_dtype).view(torch.uint8)
         return (exponents + E8M0_BIAS).to(torch.uint8)
 
     def _expert_exponents(self, rows: int, cols: int) -> Tensor:
         """Of weights [L, rows, cols]; E8M0 scales of neighbouring experts lie 2^20 apart."""
-        far = 0 if self.format.two_level or self.op == "swiglu" else EXPERT_EXPONENT
+        far = EXPERT_EXPONENT
+        if self.op == "swiglu":
+            far = -EXPERT_EXPONENT  # sigmoids stay near a half
+        if self.format.two_level:
+            far = TWO_LEVEL_EXPERT_EXPONENT
         L = len(self.rows)
         return self._exponents(L, rows, cols) + far * (torch.arange(L) % 2)[:, None, None]
 
@@ -125,6 +132,13 @@ class Problem:
         else:
             found = quantize_rows(self._random(self.R, C), format=self.format, blocked=True)
             values, scales, outer = found
+        if self.edges:
+            bytes_RC = values.view(torch.uint8)
+            bytes_RC[0], bytes_RC[1, 5] = 0, self.format.nan_code
+            row, codes = torch.arange(self.R)[:, None], from_blocked(scales.view(torch.uint8), *scales.shape)[0]
+            codes = torch.where(row == 2, codes - 60, torch.where(row == 3, codes + 90, codes))
+            codes = torch.where((row == 4) & (torch.arange(codes.shape[1]) == 1), E8M0_NAN, codes)
+            scales = to_blocked(codes[None].to(torch.uint8)).view(scales.dtype).view(scales.shape)
         values.view(torch.uint8)[~self.real_R] = BAD_VALUE
         scales = torch.where(self._unreal(scales.shape), BAD_SCALE, scales.view(torch.uint8)).view(scales.dtype)
         bundle = self._placed(values, scales.flatten())
@@ -147,7 +161,14 @@ class Problem:
             tables = {"row_start_P": self.row_start_P, "num_rows_L": self.num_rows_L}
             found = quantize_columns(self._random(self.R, C), format=self.format, blocked=True, **tables)
             size = padded_scales(C, end // B)[0] * end // B
-            values, scales = found.values[:end], found.scales.flatten()[:size]
+            values, scales = found.values[:end], found.scales.flatten()[:size].view(-1, end // B)
+        values, scales = values.clone(), scales.clone()
+        for start, count in zip(self.row_start_P.tolist(), self.rows, strict=False):
+            first, last = (start + align(count, B), start + align(count, 128))  # behind the expert's last block
+            values.view(torch.uint8)[first:last] = BAD_VALUE
+            natural = from_blocked(scales.view(torch.uint8), *scales.shape)[0].clone()
+            natural[:, first // B : last // B] = BAD_SCALE
+            scales = to_blocked(natural[None]).view(scales.dtype).view(scales.shape)
         return self._placed(values, scales.flatten())
 
     def _placed(self, values: Tensor, scales: Tensor) -> Bundle:
@@ -163,7 +184,8 @@ class Problem:
             scales = [self._expert_exponents(N, K // B), self._expert_exponents(K, N // B)]
             scales = [to_blocked(self._codes(s)).view(self.format.scale_dtype) for s in scales]
             values = self._values(self._integers(L, N, K))
-            outer = torch.exp2(self._integers(L)) * 1.3
+            far = EXPERT_EXPONENT - TWO_LEVEL_EXPERT_EXPONENT
+            outer = torch.exp2(self._integers(L) + far * (torch.arange(L) % 2)) * 1.3
             found = QuantizedWeights(values, scales[0], scales[1] if square else None, None, outer)
         return QuantizedWeights(*(None if part is None else aligned(part) for part in found))
 
@@ -277,5 +299,6 @@ class Problem:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the kernel may touch, by the name of its argument."""
-        return {name: value for name, value in self.given.items() if isinstance(value, Tensor)}
+        """Everything that the kernel may touch, by the name of its argument; what has two names once."""
+        found = {value.data_ptr(): (name, value) for name, value in self.given.items() if isinstance(value, Tensor)}
+        return dict(found.values())

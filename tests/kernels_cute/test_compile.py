@@ -39,6 +39,7 @@ def test_it_compiles_to_block_scaled_mma_without_spills(product, tile):
     row = build.report(product, tile)
     assert row["spill_instructions"] == row["stack_bytes"] == row["local_bytes"] == 0
     assert 0 < row["registers"] <= 255
+    assert tile.shared_bytes - tiles.RESERVED_BYTES < row["shared_bytes"] <= tile.shared_bytes
     assert all(KINDS[product.format.name] in name for name in row["ptx_mma"])
     assert sum(row["ptx_mma"].values()) == sum(row["mma_instructions"].values()) >= 4
     ptx = build.compiled(product, tile).__ptx__
@@ -73,3 +74,43 @@ def test_the_command_says_what_does_not_exist(tmp_path):
     command = [sys.executable, "-m", "dist_moe.kernels_cute.compile", "--format", "nvfp4", "--op", "wgrad"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1 and "wgrad exists in formats with one value in a byte" in done.stderr
+
+
+LAUNCH = """
+from dist_moe.kernels_cute import build, grouped_gemm
+from tests.kernels_cute.emulated import product_of
+from tests.kernels_cute.kinds import KINDS
+
+kind = KINDS[0]
+problem = kind.problem((3,), 128, 128)
+product = product_of(problem)
+arguments = build.arguments(build.kernel_of(product, kind.tile), 0, programs=2, **grouped_gemm.addresses(problem.given))
+build.compiled(product, kind.tile, {arch!r})(*arguments)
+"""
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_a_launch_gets_as_far_as_the_driver(arch):
+    """What an op passes is what the compiled kernel takes; without a driver that is where it ends."""
+    environment = os.environ | {"CUTE_DSL_ARCH": arch}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH.format(arch=arch)], capture_output=True, text=True, env=environment
+    )
+    assert "cudaErrorInsufficientDriver" in done.stderr, done.stderr
+
+
+def test_a_process_compiles_for_one_architecture():
+    """What the DSL compiles for another can be neither run nor exported."""
+    from dist_moe.kernels_cute import build
+
+    with pytest.raises(ValueError, match="this process compiles for sm_100a; set CUTE_DSL_ARCH=sm_103a"):
+        build.compiled(Product("forward", MXFP8_E4M3), Tile(MXFP8_E4M3, 128), "sm_103a")
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_compiled(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "dist_moe.kernels_cute.compile", "--format", "mxfp8", "--op", "forward"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "file")], capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout and "cannot write to --out" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

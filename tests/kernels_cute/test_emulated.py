@@ -9,6 +9,7 @@ from dist_moe.formats import MXFP8_E4M3, NVFP4
 from dist_moe.kernels_cute.tiles import Tile
 
 from .kinds import KINDS, Kind
+from .problems import word
 
 pytestmark = pytest.mark.emulated
 
@@ -16,26 +17,28 @@ EACH = pytest.mark.parametrize("kind", KINDS, ids=[kind.id for kind in KINDS])
 SCHEDULES = 3
 
 
-def assert_equal_bits(kind: Kind, problem, *, schedules=SCHEDULES, **options) -> None:
-    """Under several schedules, and nothing else touched than what the oracle touches."""
+def assert_equal_bits(kind: Kind, problem, *, schedules=SCHEDULES, writes=True, **options) -> None:
+    """Under several schedules, and nothing else touched than what the oracle touches; writes: it touches something."""
     from .emulated import run
 
     want = problem.expected()
     before = {name: out.clone() for name, out in problem.outs.items()}
-    assert problem.stopped or any(not equal(want[name], before[name]) for name in want)
+    assert writes == any(not equal(want[name], before[name]) for name in want)
+    options = {"tile": kind.tile} | options | kind.flags
     for seed in range(schedules):
         for name, out in problem.outs.items():
             out.view(torch.uint8).copy_(before[name].view(torch.uint8))
-        run(problem, options.get("tile", kind.tile), seed=seed, programs=options.get("programs", 2), **kind.flags)
+        run(problem, seed=seed, **options)
         for name, out in problem.outs.items():
             assert equal(out, want[name]), f"{name}, schedule {seed}: {first_difference(out, want[name])}"
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same bits, but for the sign of a zero, which depends on what the first product is added to."""
+    """The same bits, but for the sign of a zero, which depends on what the first product is added to, and of a NaN."""
     same = a.view(torch.uint8) == b.view(torch.uint8)
     if a.dtype in (torch.bfloat16, torch.float32):
-        same = same.view(*a.shape, a.element_size()).all(dim=-1) | (a == 0) & (b == 0)
+        same = same.view(*a.shape, a.element_size()).all(dim=-1)
+        same |= (a == 0) & (b == 0) | a.isnan() & b.isnan()
     return bool(same.all())
 
 
@@ -76,9 +79,9 @@ def test_a_dimension_of_2880(kind):
     """22.5 tiles: of gpt-oss. SwiGLU has its contraction alone, as the scales of up would begin inside an atom."""
     rows = (40,) if kind.op == "wgrad" else (3,)
     N, K = (256, 2880) if kind.op == "swiglu" else (64, 2880)
-    assert_equal_bits(kind, kind.problem(rows, N, K), schedules=1)
+    assert_equal_bits(kind, kind.problem(rows, N, K))
     if kind.op not in ("swiglu", "wgrad"):
-        assert_equal_bits(kind, kind.problem(rows, K, N), schedules=1)
+        assert_equal_bits(kind, kind.problem(rows, K, N))
 
 
 FEW = pytest.mark.parametrize(
@@ -98,22 +101,12 @@ def test_more_experts_than_a_warp_has_lanes(kind):
 @FEW
 def test_no_rows_at_all(kind):
     """wgrad writes zeros, the others nothing."""
-    from .emulated import run
-
-    problem = kind.problem((0, 0), 64, 64)
-    want = problem.expected()
-    run(problem, kind.tile, programs=3)
-    assert all(equal(problem.outs[name], want[name]) for name in want)
+    assert_equal_bits(kind, kind.problem((0, 0), 64, 64), programs=3, writes=kind.op == "wgrad")
 
 
 @FEW
 def test_a_stop_word(kind):
-    from .emulated import run
-
-    problem = kind.problem((3, 129), 64, 64, stopped=True)
-    before = {name: out.clone() for name, out in problem.outs.items()}
-    run(problem, kind.tile, programs=2)
-    assert all(equal(problem.outs[name], before[name]) for name in before)
+    assert_equal_bits(kind, kind.problem((3, 129), 64, 64, stopped=True), writes=False)
 
 
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda f: f.name)
@@ -121,4 +114,51 @@ def test_a_stop_word(kind):
 @pytest.mark.parametrize(("block_n", "swap_ab"), [(128, False), (256, False), (64, True)])
 def test_windows_of_columns(format, columns, block_n, swap_ab):
     kind = Kind("forward", format, Tile(format, block_n, swap_ab))
-    assert_equal_bits(kind, kind.problem((3, 130), 288, 96, columns=columns), schedules=1)
+    assert_equal_bits(kind, kind.problem((3, 130), 288, 96, columns=columns))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.op == "swiglu"], ids=lambda k: k.id)
+def test_swiglu_of_zeros_nan_and_far_values(kind):
+    """Blocks of zeros, NaN in a value and in a scale, blocks below the least scale, and infinite ones."""
+    problem = kind.problem((9, 3), 512, 128, edges=True)
+    want = problem.expected()
+    scales = want["h2_scales"].view(torch.uint8)
+    assert (scales == 0).any() and (scales == 0xFF).any() and ((scales > 0) & (scales < 0xFF)).any()
+    assert_equal_bits(kind, problem)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.op in ("forward", "swiglu")], ids=lambda k: k.id)
+def test_places_beyond_32_bits(kind):
+    """First rows up to 2^30 and first bytes of 2^33, by buffers that begin so much earlier."""
+    assert_equal_bits(kind, kind.problem((3, 130), *sizes(kind, 160, 96)), far=True)
+
+
+def test_what_a_product_refuses():
+    """With the reason, before anything is launched."""
+    from dist_moe.kernels_cute import grouped_gemm
+
+    with pytest.raises(ValueError, match="F must be a multiple of 128, got 96; use the two ops"):
+        Kind("swiglu", MXFP8_E4M3, Tile(MXFP8_E4M3, 256)).problem((3,), 192, 64)
+    forward = Kind("forward", MXFP8_E4M3, Tile(MXFP8_E4M3, 128))
+    with pytest.raises(ValueError, match="columns must begin at a multiple of 128 here"):
+        forward.problem((3,), 160, 64, columns=(64, 64))
+    problem = forward.problem((3,), 160, 64)
+    given, (a, w) = problem.given, problem.parts
+    tables = (word(0), problem.row_start_P, problem.num_rows_L)
+    for name, wrong in (
+        ("start_1", a._replace(start_1=None)),
+        ("scales_start_1", a._replace(scales_start_1=word(0).int())),
+    ):
+        with pytest.raises(ValueError, match=f"grouped_gemm_scaled: {name} must be int64 .1. on cpu, got"):
+            grouped_gemm.rows_arguments(
+                "grouped_gemm_scaled",
+                wrong,
+                w.values,
+                w.scales,
+                given["out"],
+                *tables,
+                format=MXFP8_E4M3,
+                stop_1=word(0),
+            )
+    with pytest.raises(ValueError, match="w_values must begin at a multiple of 64 bytes"):
+        grouped_gemm.addresses(given | {"w_values": given["w_values"].flatten()[1:]})

@@ -5,9 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dist_moe import check as self_test
 from dist_moe import create_context, registry
 from dist_moe.config import BlockScaledConfig, BlockScaledFormat, BlockScaledKernelConfig
+from dist_moe.formats import MXFP8_E4M3, NVFP4
 from dist_moe.kernels_cute import grouped_gemm
+from dist_moe.kernels_cute.tiles import Product, picked
+from dist_moe.op_check import OpChecks
 from dist_moe.path_oracle import FORWARD_ONLY, Case, assert_results_close, prepared
 from dist_moe.symm import World
 from dist_moe.virtual import run_virtual
@@ -99,3 +103,19 @@ def test_the_path(emulated, format, inference, kernel_config):
     ops = {"forward": 4} if inference else {"forward": 6, "dgrad": 4, "wgrad": 4}
     assert emulated.launches == ops
     assert {swap for op, _, swap in emulated.tiles if op != "wgrad"} == {True}  # few rows
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda f: f.name)
+def test_the_self_test_runs_every_tile_and_the_fused_product(emulated, format, monkeypatch):
+    """As on an sm_100: quantisers in Triton, products here, each beside its oracle."""
+    call_of = registry.call_of
+    monkeypatch.setattr(registry, "call_of", lambda device, backend, config: call_of("sm_100", backend, config))
+    ops = OpChecks(lambda text: None)
+    assert not list(self_test._operands(ops, format, torch.device("cpu"), None))
+    records = {op: record for (op, backend), record in ops.records.items() if backend == "cute"}
+    assert all(not record.failures and record.writes for record in records.values())
+    products = {"forward"} if format is NVFP4 else {"forward", "dgrad", "wgrad", "swiglu"}
+    assert set(emulated.launches) == products and len(records) == len(products)
+    wanted = {(op, tile.block_n, tile.swap_ab) for op in products for tile in picked(Product(op, format))}
+    assert emulated.tiles == wanted

@@ -29,9 +29,13 @@ class MBarrier:
         self.bytes = 0
         self.phase = 0
         self.unfenced: int | None = initialized_by  # the warp, until it fences
+        # What the arrivals of this phase, and of the last complete one, say about tensor memory: see TensorOrder.
+        self.signals, self.last_signals = set(), set()
 
-    def arrive(self, count: int = 1) -> bool:
+    def arrive(self, count: int = 1, signal: str | None = None) -> bool:
         """True if it completes the phase."""
+        if signal is not None:
+            self.signals.add(signal)
         if count > self.pending:
             raise EmulationError(f"mbarrier over-arrival: {count} arrivals, {self.pending} of {self.count} are pending")
         self.pending -= count
@@ -54,6 +58,7 @@ class MBarrier:
             return False
         self.pending = self.count
         self.phase += 1
+        self.last_signals, self.signals = self.signals, set()
         return True
 
     def check_fenced(self) -> None:
@@ -64,6 +69,37 @@ class MBarrier:
 
     def __str__(self) -> str:
         return f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes pending"
+
+
+FENCED, UNFENCED = "fenced", "unfenced"
+
+
+class TensorOrder:
+    """The fences that a warp owes before and after threads are synchronised by an mbarrier about tensor memory.
+
+    An arrival after a tcgen05.ld of this warp comes after fence::before_thread_sync. Who has waited for such an
+    arrival, or for that of a tcgen05.commit, comes to its own tcgen05 work by way of fence::after_thread_sync.
+    """
+
+    def __init__(self):
+        self.has_read = self.owes_before = self.owes_after = self.heard_unfenced = False
+
+    @property
+    def signal(self) -> str | None:
+        return UNFENCED if self.owes_before else FENCED if self.has_read else None
+
+    def read(self) -> None:
+        self.has_read = self.owes_before = True
+
+    def waited(self, barrier: MBarrier) -> None:
+        self.owes_after |= bool(barrier.last_signals)
+        self.heard_unfenced |= UNFENCED in barrier.last_signals
+
+    def check(self) -> None:
+        if self.owes_after:
+            raise EmulationError("tcgen05 work after a wait for tensor memory without fence::after_thread_sync")
+        if self.heard_unfenced:
+            raise EmulationError("tcgen05 work after loads that were signalled without fence::before_thread_sync")
 
 
 @instruction("mbarrier")
@@ -133,7 +169,7 @@ def _arrive(builder, ins, mods, action):
             if expects:
                 for _ in range(num_lanes):
                     barrier.expect(amounts)
-            if barrier.arrive(num_lanes if expects else num_lanes * amounts):
+            if barrier.arrive(num_lanes if expects else num_lanes * amounts, warp.order.signal):
                 cta.wake()
             if token is not None:
                 put(rows[token], np.uint64(phase), mask if num_lanes > 1 else np.arange(32) == lane)
@@ -174,6 +210,8 @@ def _wait(builder, ins, mods, action):
             these = mask if num_lanes > 1 else np.arange(32) == lane
             seen = barrier.phase & 1 != phases & 1 if by_parity else barrier.phase > phases
             np.copyto(done, seen, where=these)
+            if seen[lane]:
+                warp.order.waited(barrier)
         if action == "try_wait" and not (done if mask is True else done[mask]).all():
             state = (barrier, barrier.phase) if len(found) == 1 else cta.version
             if warp.refused.get(run) == state:
@@ -209,6 +247,10 @@ class Task:
 
 class Commit(Task):
     """A tcgen05.commit in the queue: it uses no tensor memory itself."""
+
+
+class Arrival(Task):
+    """Of a tcgen05.commit whose work is complete."""
 
 
 class BulkStore:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.sm100 import tensor_map as maps
-from tests.sm100.asynchronous import BulkGroups, Commit, MBarrier, Task
+from tests.sm100.asynchronous import Arrival, BulkGroups, Commit, MBarrier, Task, TensorOrder
 from tests.sm100.control import NamedBarrier
 from tests.sm100.decode import BLOCK, EXIT, NUM_LANES, Program, decode
 from tests.sm100.errors import Deadlock, EmulationError
@@ -46,18 +46,19 @@ def emulate(
     seed: int = 0,
     resident_ctas: int = 4,
     max_steps: int = 50_000_000,
-    implicit_load_waits: bool = False,
+    lenient: bool = False,
 ) -> Counter:
     """Runs a launch to its end and returns how often each opcode was executed, counted in warps.
 
     Args: memory holds every buffer that the parameters point to.  resident_ctas run interleaved; the next one starts
-    when one of them has ended.  max_steps bounds the warp instructions of the launch.  implicit_load_waits: a register
-    of a tcgen05.ld that is used before wait::ld is waited for, as the assembler sees to it, instead of an error.
+    when one of them has ended.  max_steps bounds the warp instructions of the launch.  lenient, for what
+    public kernels leave to the assembler and to the GPU: a register of a tcgen05.ld that is used before wait::ld is
+    waited for, and tcgen05 fences around synchronisations may be missing.
     Raises: EmulationError (Deadlock, UnsupportedInstruction) at the first thing the kernel does wrong.
     """
     with np.errstate(all="ignore"):
         machine = Machine(decode(ptx), launch, memory, seed)
-        machine.max_steps, machine.implicit_load_waits = max_steps, implicit_load_waits
+        machine.max_steps, machine.lenient = max_steps, lenient
         return machine.run(resident_ctas)
 
 
@@ -65,7 +66,7 @@ class Machine:
     """One launch."""
 
     max_steps: int
-    implicit_load_waits: bool
+    lenient: bool
 
     def __init__(self, program: Program, launch: Launch, memory: GlobalMemory, seed: int):
         self.program, self.launch, self.memory = program, launch, memory
@@ -235,6 +236,9 @@ class Cta:
             for groups in warp.bulk_groups_by_lane.values():
                 if stores := groups.not_awaited():
                     raise EmulationError(f"exit while shared memory may still be read by {stores[0].text}")
+        for task in () if self.machine.lenient else (*self.tensor_queue, *self.tasks):
+            if isinstance(task, Commit | Arrival) and not task.done:
+                raise EmulationError(f"exit while an arrival is outstanding: {task.text}")
         while self.run_engine():
             pass
         if self.tensor.allocated:
@@ -281,6 +285,7 @@ class Warp:
         self.pending_registers: set[int] = set()  # of these loads, and of the moves that wait for them
         self.postponed: list = []
         self.bulk_groups_by_lane: dict[int, BulkGroups] = {}
+        self.order = TensorOrder()
 
     def special(self, name: str) -> np.ndarray:
         """Values of a special register."""
@@ -385,10 +390,15 @@ class Warp:
             self.postponed.append(step)
             self.pending_registers.update(step.touched)
             return None
-        if not self.cta.machine.implicit_load_waits:
+        if not self.cta.machine.lenient:
             raise EmulationError("a register of a tcgen05.ld is used before tcgen05.wait::ld")
         self.complete_loads()
         return step.run(self, active)
+
+    def check_order(self) -> None:
+        """Before tcgen05 work; lenient, what public kernels leave out is allowed."""
+        if not self.cta.machine.lenient:
+            self.order.check()
 
     def complete_loads(self) -> None:
         """tcgen05.wait::ld."""

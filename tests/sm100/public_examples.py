@@ -154,7 +154,7 @@ def main() -> int:
             launch = capture(compiled, *pointers, *map(ctypes.c_int32, case.mnkl), ctypes.c_void_p(0))
             start = time.monotonic()
             # The example leaves waiting for loads of tensor memory to the assembler.
-            counts = emulate(compiled.__ptx__, launch, memory, seed, implicit_load_waits=True)
+            counts = emulate(compiled.__ptx__, launch, memory, seed, lenient=True)
             seconds = time.monotonic() - start
             error = largest_error(formats.decode_bf16(out), expected)
             right = error <= 2.0**-8

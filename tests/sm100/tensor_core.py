@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from tests.sm100 import formats, tensor_map
-from tests.sm100.asynchronous import Commit, Task
+from tests.sm100.asynchronous import FENCED, Arrival, Commit, Task
 from tests.sm100.decode import BLOCK, active_lanes, instruction
 from tests.sm100.errors import EmulationError
 from tests.sm100.spaces import TENSOR_LANES
@@ -35,17 +35,29 @@ def _tcgen05(builder, ins, mods):
         "commit": _commit,
         "ld": _load,
         "wait::ld": _wait_load,
-        "fence::before_thread_sync": _fence,
-        "fence::after_thread_sync": _fence,
+        "fence::before_thread_sync": _fence_before,
+        "fence::after_thread_sync": _fence_after,
     }
     action = mods.need(*builders)
     return builders[action](builder, ins, mods)
 
 
-def _fence(builder, ins, mods):
-    """Orders tcgen05 work around a synchronisation of threads; not modelled."""
+def _fence_before(builder, ins, mods):
     mods.done()
-    return lambda warp, mask: None
+
+    def run(warp, mask):
+        warp.order.owes_before = False
+
+    return run
+
+
+def _fence_after(builder, ins, mods):
+    mods.done()
+
+    def run(warp, mask):
+        warp.order.owes_after = False
+
+    return run
 
 
 def _aligned(mods) -> None:
@@ -186,6 +198,7 @@ def _copy(builder, ins, mods):
 
     def run(warp, mask):
         cta = warp.cta
+        warp.check_order()
         for lane in active_lanes(mask):
             descriptor = decode_descriptor(int(warp.rows[source][lane]))
             row, byte = np.arange(32)[:, None], np.arange(16)
@@ -305,6 +318,7 @@ def _product(builder, ins, mods):
 
     def run(warp, mask):
         rows, cta = warp.rows, warp.cta
+        warp.check_order()
         for lane in active_lanes(mask):
             shape = decode_instruction_descriptor(int(rows[descriptor][lane]), kind, num_scales)
             columns = [tensor_address(int(read(rows)[lane])) for read in addresses]
@@ -366,7 +380,7 @@ def _commit(builder, ins, mods):
         for lane in active_lanes(mask):
             address = int(read(warp.rows)[lane])
             cta.barrier(address).check_fenced()
-            arrival = Task(_arrival_action(cta, address), ins.text)
+            arrival = Arrival(_arrival_action(cta, address), ins.text)
             cta.issue(Commit(lambda arrival=arrival: cta.tasks.append(arrival), ins.text))
 
     return run
@@ -374,7 +388,7 @@ def _commit(builder, ins, mods):
 
 def _arrival_action(cta, address: int):
     def action():
-        if cta.barrier(address).arrive():
+        if cta.barrier(address).arrive(signal=FENCED):
             cta.wake()
 
     return action
@@ -426,6 +440,8 @@ def _load(builder, ins, mods):
             raise EmulationError(
                 f"tcgen05.ld of lanes from {lane} on: warp {warp.index} reaches {warp.index * 32 % TENSOR_LANES}"
             )
+        warp.check_order()
+        warp.order.read()
         warp.cta.tensor.columns(column, count)
         load = PendingLoad(warp.cta, slice(lane, lane + 32), column, count, targets, ins.text)
         warp.pending_loads.append(load)

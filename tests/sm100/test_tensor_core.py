@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sm100 import EmulationError, formats
+from tests.sm100.asynchronous import MBarrier, TensorOrder
 from tests.sm100.ptx import SHARED_BASE
 from tests.sm100.small_kernels import BARRIER, aligned, run, swizzled_rows, wait
 
@@ -217,6 +218,7 @@ def test_what_is_added_to_poison_is_poison():
 
 COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];"
 DEALLOC = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512;"
+AFTER = "tcgen05.fence::after_thread_sync;"
 WAIT_LOAD = "tcgen05.wait::ld.sync.aligned;"
 ANOTHER_ALLOC = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+16], 32;"
 
@@ -229,6 +231,7 @@ PRODUCT_FAULTS = {
     "too few columns": (", 512;", ", 256;", "not allocated"),
     "columns no power of two": (", 512;", ", 96;", "power of two"),
     "no fence between the proxies": ("fence.proxy.async.shared::cta;", "", r"without fence\.proxy\.async"),
+    "no fence after the wait": (AFTER, "", "without fence::after_thread_sync"),
     "no commit": (COMMIT, "", "deadlock"),
     "alloc after the permit": (DEALLOC, ANOTHER_ALLOC, "after relinquish_alloc_permit"),
     "aligned instruction in one lane": (COMMIT, WAIT_LOAD, "deadlock"),
@@ -282,6 +285,24 @@ def test_scales_that_are_copied_too_late_are_seen():
     assert not any(often_right(product, product.mma("block32") + product.copies))
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_loads_that_are_signalled_need_a_fence_before(fenced):
+    """By the order of a reader and of who writes over what it has read."""
+    reader, writer, barrier = TensorOrder(), TensorOrder(), MBarrier(1, 0)
+    reader.read()
+    reader.owes_before = not fenced
+    assert barrier.arrive(1, reader.signal)
+    writer.waited(barrier)
+    with pytest.raises(EmulationError, match="without fence::after_thread_sync"):
+        writer.check()
+    writer.owes_after = False
+    if fenced:
+        writer.check()
+        return
+    with pytest.raises(EmulationError, match="signalled without fence::before_thread_sync"):
+        writer.check()
+
+
 def test_moves_may_come_before_the_wait_for_a_load():
     """As the compiler has them: a pack before wait::ld, its value from the load."""
     product = Product(num_columns=8)
@@ -294,6 +315,6 @@ def test_the_assembler_may_wait_for_loads():
     """By choice: for kernels that leave it to the assembler."""
     product, out = Product(num_columns=8), aligned(np.zeros((128, 8), np.float32))
     text = product_kernel(8, product.copies + product.mma("block32")).replace(WAIT_LOAD, "")
-    options = {"block": 128, "shared_bytes": IMAGE + IMAGE_BYTES, "implicit_load_waits": True}
+    options = {"block": 128, "shared_bytes": IMAGE + IMAGE_BYTES, "lenient": True}
     run(text, out, product.image, product.words, **options)
     assert (out == product.expected).all()
