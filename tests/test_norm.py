@@ -40,7 +40,9 @@ def run(case: Case, inputs, post, backend="reference", **changes) -> list[RankRe
     device = device_of(backend)
     options = [ExecutionOptions(experts_output_postprocess=post)] * case.W
     there = [on_device(rank, device) for rank in inputs]
-    found = run_virtual(case.W, case.config(**changes), there, device=device, backend=backend, options=options)
+    found = run_virtual(
+        case.W, case.config(route_outputs=True, **changes), there, device=device, backend=backend, options=options
+    )
     return [on_device(result, "cpu") for result in found]
 
 
@@ -127,7 +129,7 @@ def test_equal_bits_however_it_is_kept_or_observed(block_scaled, backend):
 def test_inference_in_every_precision(block_scaled):
     """The norm inside of the call gives what the same ops give on the rows that a callable sees."""
     case = Case("two ranks", T=5, D=160, F=32, K=4, E=8)
-    config = case.config(block_scaled=block_scaled, **FORWARD_ONLY)
+    config = case.config(block_scaled=block_scaled, route_outputs=True, **FORWARD_ONLY)
     inputs, weight = case.inputs(), weight_of(case).detach()
     if block_scaled is not None:
         inputs = prepared(inputs, config, inference=True)
@@ -167,7 +169,9 @@ def one_rank(context, x_TD, post, rank=None):
 
 @pytest.fixture
 def context():
-    with create_context(group=None, config=CASES[0].config(), device="cpu", backend="reference") as context:
+    with create_context(
+        group=None, config=CASES[0].config(route_outputs=True), device="cpu", backend="reference"
+    ) as context:
         yield context
 
 
@@ -205,7 +209,7 @@ def test_a_weight_alone_wants_a_backward(context):
 
 
 def test_inference_contexts_refuse_a_weight_that_wants_a_gradient():
-    config = CASES[0].config(**FORWARD_ONLY)
+    config = CASES[0].config(route_outputs=True, **FORWARD_ONLY)
     with create_context(group=None, config=config, device="cpu", backend="reference") as context:
         (rank,) = CASES[0].inputs()
         with pytest.raises(RuntimeError, match="do not support autograd"):

@@ -85,7 +85,9 @@ def run_with(fn, case: Case, inputs: list[RankInputs], backend: str, **changes) 
     device = device_of(backend)
     options = None if fn is None else [ExecutionOptions(experts_output_postprocess=fn)] * case.W
     there = [on_device(rank, device) for rank in inputs]
-    found = run_virtual(case.W, case.config(**changes), there, device=device, backend=backend, options=options)
+    found = run_virtual(
+        case.W, case.config(route_outputs=True, **changes), there, device=device, backend=backend, options=options
+    )
     return [on_device(result, "cpu") for result in found]
 
 
@@ -134,7 +136,7 @@ def test_a_callable_that_changes_nothing_changes_no_bit(block_scaled, backend):
 @pytest.mark.parametrize("D", [64, 160])  # 160: block-scaled, W2 goes in passes over columns
 def test_inference_changes_no_bit_either(block_scaled, D):
     case = Case("two ranks per route", T=5, D=D, F=32)
-    inputs, config = case.inputs(), case.config(block_scaled=block_scaled, **FORWARD_ONLY)
+    inputs, config = case.inputs(), case.config(block_scaled=block_scaled, route_outputs=True, **FORWARD_ONLY)
     if block_scaled is not None:
         inputs = prepared(inputs, config, inference=True)
     inputs = forward_only(inputs)
@@ -192,7 +194,9 @@ def test_slots_without_an_expert_are_zeros_and_reach_nothing():
 @pytest.fixture
 def context():
     case = Case("one rank", W=1, T=6, D=32, F=32)
-    with create_context(group=None, config=case.config(), device="cpu", backend="reference") as context:
+    with create_context(
+        group=None, config=case.config(route_outputs=True), device="cpu", backend="reference"
+    ) as context:
         context.case = case
         yield context
 
@@ -274,7 +278,9 @@ def test_tracing_is_refused(context):
 
 
 def _step(rank, group, case, fns):
-    with create_context(group=group, config=case.config(), device="cpu", peer_timeout_s=30) as context:
+    with create_context(
+        group=group, config=case.config(route_outputs=True), device="cpu", peer_timeout_s=30
+    ) as context:
         inputs = case.inputs()[rank]
         x_TD = inputs.x_TD.clone().requires_grad_()
         options = ExecutionOptions(experts_output_postprocess=fns[rank])

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,7 +245,7 @@ def _why_not(impl: registry.Impl, device: torch.device, backend: str | None) -> 
 
 def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: str | None) -> Row:
     def run() -> tuple[list[RankResults], dict[str, str]]:
-        world, config = World.virtual(case.W, device), mode.config(case)
+        world, config = World.virtual(case.W, device), replace(mode.config(case), route_outputs=True)
         with create_context(group=world, config=config, backend=backend) as context:
             backends = context.path.ops.backends
             ops.follow(context.path.ops, backends, mode.name)

@@ -6,12 +6,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .config import BlockScaledFormat
 from .context import Context
+from .memory_plan import format_bytes
 from .norm import MAX_NORM_DIM
 from .options import (
     ExecutionOptions,
     RMSNormPostprocess,
     supports_fused_post_expert_rmsnorm,
 )
+from .planner import missing_route_bytes
 from .weights import PreparedWeight
 
 
@@ -78,6 +80,8 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
 
     _check_tracing(options)
     _check_rmsnorm(options.experts_output_postprocess, x_TD, scores_TK)
+    if options.experts_output_postprocess is not None:
+        require_route_outputs(context)
 
 
 def check_preprocessed(given: tuple[Tensor, Tensor], found: tuple, context: Context) -> None:
@@ -166,6 +170,17 @@ def _require_operands_of_backward(*inputs: Tensor | PreparedWeight) -> None:
             raise ValueError(
                 "routed_experts: weights must provide dgrad operands for backward: prepare them with inference=False"
             )
+
+
+def require_route_outputs(context: Context) -> None:
+    """Raises ValueError in a context without room for the output of every route."""
+    missing = missing_route_bytes(context.config, context.world.size)
+    if missing:
+        raise ValueError(
+            "routed_experts: experts_output_postprocess needs room for every route's output, which this context has "
+            f"not: top_k {context.config.top_k} is larger than the number of ranks, {context.world.size}; set "
+            f"Config(route_outputs=True), which takes {format_bytes(missing)} more on every rank"
+        )
 
 
 def _check_rmsnorm(post, x_TD: Tensor, scores_TK: Tensor) -> None:

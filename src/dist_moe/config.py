@@ -185,6 +185,8 @@ class Config:
              wgrad_dtype: of the weight gradients; None follows the weight. For fp32 gradients of a bf16 parameter
              set its grad_dtype too, torch rounds them to the parameter's dtype otherwise.
              inference: no backward, so nothing is saved.
+             route_outputs: room for every route's output, which calls with experts_output_postprocess need where top_k
+             is larger than the number of ranks.
     Raises:  TypeError, ValueError; the first rule broken, in the order of __post_init__.
     """
 
@@ -207,6 +209,7 @@ class Config:
     swiglu_limit: float = 7.0
     wgrad_dtype: torch.dtype | None = None
     inference: bool = False
+    route_outputs: bool = False
 
     def __post_init__(self):
         self._check_shape()
@@ -281,6 +284,7 @@ class Config:
             raise ValueError(f"Config: inference does not retain saved activations; leave {sized_by[0]} unset")
 
     def _check_execution(self):
+        as_bool("Config", "route_outputs", self.route_outputs)
         if self.num_sms is not None:
             self._as_positive_int("num_sms")
         presets = get_args(Bf16GroupedGemmPreset)

@@ -20,6 +20,7 @@ from .formats import by_name
 from .planner import (
     MemoryPlan,
     dedup,
+    missing_route_bytes,
     output_columns,
     plan_memory,
     routed_rows,
@@ -240,7 +241,7 @@ def _local_rank(
         rank=rank,
         regions=regions,
         pair_outputs=regions["outputs"].first(T, min(K, W), D),
-        route_grads=regions["outputs"].first(1, T * K, D),
+        route_grads=None if missing_route_bytes(config, W) else regions["outputs"].first(1, T * K, D),
         route_scores=regions["scores"].first(T * K, 1),
         buffer=buffer,
         elements=elements,

@@ -72,7 +72,7 @@ class LocalRank:
     rank: int
     regions: dict[str, Region]
     pair_outputs: Region  # `outputs` as [T_max, min(K, W), D], of the de-duplicated scheme
-    route_grads: Region  # `outputs` as the "tokens" of a backward by route, [1, T_max * K, D] ...
+    route_grads: Region | None  # `outputs` as the "tokens" of a backward by route, [1, T_max * K, D], if it fits ...
     route_scores: Region  # ... with `scores` as those of their only slot, [T_max * K, 1]
     buffer: Tensor  # uint8, slots and scratch
     elements: Tensor  # the buffer as bf16

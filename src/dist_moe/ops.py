@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from . import moe
-from .checks import check_call, wants_backward
+from .checks import check_call, require_route_outputs, wants_backward
 from .context import Context, live_context
 from .node import NO_SLOT, NUM_PLAN_TENSORS, NUM_STATE_TENSORS, Differentiable, forward_below_autograd
 from .norm import keeps_rstd, norm_of
@@ -61,6 +61,8 @@ def run_forward(
     ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, returns_routes, clip_limit, *norm
 ) -> tuple:
     """What _bf16_forward returns, of weights as the path takes them; inside ctx.call()."""
+    if returns_routes or norm[1] is not None:
+        require_route_outputs(ctx)  # of callers of the op
     out_TD = empty_out(x_TD, ids_TK, returns_routes)
     norm_state = empty_norm_state(x_TD, ids_TK, save, norm[1])
     saves_in_slot = save and slot != NO_SLOT

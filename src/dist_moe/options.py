@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from .config import DIM_MULTIPLE, as_bool, as_float
+from .context import Context
 from .norm import MAX_NORM_DIM
+from .planner import missing_route_bytes
 
 _NORM_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -64,10 +66,11 @@ class ExecutionOptions:
              weights_preprocess_fn(weight) -> bf16 weight in a layout of routed_experts, run again in backward, so that
              nothing else is kept; the gradient of what it returns is taken for that of weight.
              experts_output_postprocess: an RMSNormPostprocess, or a callable [T*K, D] -> [T*K, D], applied to what the
-             experts returned for this rank's slots before the scores are (zeros for a slot without an expert). Eager:
-             it runs without gradients in forward and, where inputs of the call want gradients, again with them in
-             backward, on the same rows, which are kept, and with the same random numbers; parameters that it has
-             captured get gradients then. The same on all ranks.
+             experts returned for this rank's slots before the scores are (zeros for a slot without an expert). Needs
+             Config(route_outputs=True) where top_k is larger than the number of ranks. A callable is eager: it runs
+             without gradients in forward and, where inputs of the call want gradients, again with them in backward, on
+             the same rows, which are kept, and with the same random numbers; parameters that it has captured get
+             gradients then. The same on all ranks.
              wgrad_postprocess_fn(name, grad) -> grad or None, called with "w2", then with "w13", when backward is
              issued; autograd gets what it returns.
              swiglu_clip_stats_out_3: fp32 [3], overwritten by every forward with [gates above the limit, ups beyond it
@@ -207,9 +210,13 @@ def supports_fused_post_expert_rmsnorm(
     output_dtype: torch.dtype,
     topk: int,
     dim: int,
+    context: Context | None = None,
 ) -> bool:
     """Whether RMSNormPostprocess runs for these dtypes and sizes, on whatever device: bf16 rows and output, fp32 or
-    bf16 scores and norm, any top-k, hidden sizes that are multiples of 32 up to 16384. Never raises."""
+    bf16 scores and norm, any top-k, hidden sizes that are multiples of 32 up to 16384; and, asked of a context, whether
+    that has room for every route's output (Config.route_outputs). Never raises."""
+    if context is not None and missing_route_bytes(context.config, context.world.size):
+        return False
     if any(dtype is not torch.bfloat16 for dtype in (input_dtype, output_dtype)):
         return False
     if any(all(dtype is not known for known in _NORM_DTYPES) for dtype in (score_dtype, norm_output_dtype)):

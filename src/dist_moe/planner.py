@@ -224,17 +224,27 @@ def dedup(config: Config, ep_size: int) -> bool:
     return routes_per_pair[0] * denominator >= routes_per_pair[1] * numerator
 
 
+def outputs_per_token(config: Config, ep_size: int) -> int:
+    """Rows that `outputs` has for a token: one a route, or where calls are de-duplicated one a rank that the token can
+    visit. A call with a postprocess needs the experts' rows one by one, so route_outputs asks for one a route anyway.
+    """
+    shares_rows = dedup(config, ep_size) and not config.route_outputs
+    return min(config.top_k, ep_size) if shares_rows else config.top_k
+
+
+def missing_route_bytes(config: Config, ep_size: int) -> int:
+    """What `outputs` lacks to have a row a route; 0: calls can have a postprocess."""
+    missing = config.top_k - outputs_per_token(config, ep_size)
+    return config.num_local_input_tokens * missing * config.hidden_dim * torch.bfloat16.itemsize
+
+
 def packed_row_bytes(config: Config) -> int:
     """A token as block-scaled inference sends it: values, scales, the scale of the row, padded to 16 bytes."""
     return formats.packed_row_bytes(_format(config), config.hidden_dim)
 
 
 def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every region that peers read or write, by name, in the order of allocation.
-
-    `outputs` has a row a route also where calls are de-duplicated and fill a row a rank: a call with a postprocess,
-    which Config does not announce, needs the experts' rows one by one.
-    """
+    """Shape and dtype of every region that peers read or write, by name, in the order of allocation."""
     T, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
     tokens = ((1 if config.inference else 2, T, D), torch.bfloat16)
     if config.inference and config.block_scaled is not None:
@@ -244,7 +254,7 @@ def symmetric_regions(config: Config, ep_size: int) -> dict[str, tuple[tuple[int
         "header": ((shapes.HEADER_WORDS,), torch.int64),
         "ids": ((T, K), torch.int16),
         "scores": ((T, K), torch.float32),
-        "outputs": ((T, K, D), torch.bfloat16),
+        "outputs": ((T, outputs_per_token(config, ep_size), D), torch.bfloat16),
         "score_grads": ((T, K), torch.float32),
         "signals": ((shapes.NUM_STAGES, ep_size), torch.int64),
         "abort_text": ((256,), torch.uint8),

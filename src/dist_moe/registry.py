@@ -14,7 +14,8 @@ import torch
 
 from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
-from .planner import dedup, output_columns, plan_memory
+from .memory_plan import format_bytes
+from .planner import dedup, missing_route_bytes, output_columns, plan_memory
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
@@ -317,6 +318,16 @@ def default_device(device: torch.device | str | None = None) -> torch.device:
     return device
 
 
+def _outputs_in_words(config: Config, ep_size: int) -> str:
+    missing = missing_route_bytes(config, ep_size)
+    if not missing:
+        return "a row a route, as experts_output_postprocess needs"
+    return (
+        "a row a rank that a token visits; experts_output_postprocess needs Config(route_outputs=True), "
+        f"{format_bytes(missing)} more"
+    )
+
+
 def explain(
     config: Config, ep_size: int = 1, *, device: torch.device | str | None = None, backend: str | None = None
 ) -> str:
@@ -339,7 +350,7 @@ def explain(
         plan = plan_memory(config, ep_size, **plan_for)
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
         plan, obstacle = plan_memory(config, ep_size), str(error)
-    lines = [plan.explain(), f"exchange: {scheme}"]
+    lines = [plan.explain(), f"exchange: {scheme}", f"outputs: {_outputs_in_words(config, ep_size)}"]
     if obstacle:
         return "\n".join([*lines, f"ops on {where}: none, {obstacle}"])
     if config.block_scaled is not None:

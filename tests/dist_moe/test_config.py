@@ -63,6 +63,7 @@ def test_fields_are_in_positional_order_with_their_defaults():
         "swiglu_limit": 7.0,
         "wgrad_dtype": None,
         "inference": False,
+        "route_outputs": False,
     }
     assert [f.name for f in fields(Config)] == [*SMALL, *defaults]
     assert Config(*SMALL.values()) == make()
@@ -158,6 +159,7 @@ def test_dims_are_multiples_of_32(name, value, padded):
         ({"inference": True, "activation_slot_bytes": 4096}, ValueError, "does not retain saved activations"),
         ({"inference": True, "activation_slot_capacity_factor": 0.0}, ValueError, "does not retain saved activations"),
         ({"inference": 1}, TypeError, "inference must be a bool"),
+        ({"route_outputs": 1}, TypeError, "route_outputs must be a bool"),
         ({"bf16_grouped_gemm_preset": "1cta"}, ValueError, "supported BF16 preset"),
         ({"wgrad_dtype": torch.float16}, TypeError, "wgrad_dtype"),
         ({"wgrad_dtype": "float32"}, TypeError, "wgrad_dtype"),
@@ -319,6 +321,7 @@ def test_config_hash_sees_every_field():
         "swiglu_limit": 5.0,
         "wgrad_dtype": torch.float32,
         "inference": False,
+        "route_outputs": True,
     }
     variants = [config, *(replace(config, **{name: value}) for name, value in changed.items())]
     variants += [make(activation_slot_bytes=4096), make(activation_slot_capacity_factor=1.0)]

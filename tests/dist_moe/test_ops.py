@@ -364,7 +364,7 @@ def test_forward_op_passes_opcheck(save, layout):
 
 @pytest.mark.parametrize("save", [False, True])
 def test_forward_op_by_route_and_counting_passes_opcheck(save):
-    deep = config(max_moe_layers_per_activation_slot=64)
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
     with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
         x = inputs()["x_TD"].requires_grad_(save)
         torch.library.opcheck(ops.bf16_forward, (*op_arguments(context, save, x_TD=x), True, 1.0))
@@ -375,7 +375,7 @@ NUMBERS = [1e-6, 1.0, 0.0, 0.0, 1.0]  # of a norm that keeps 1 / rms
 
 @pytest.mark.parametrize("save", [False, True])
 def test_ops_with_a_norm_pass_opcheck(save):
-    deep = config(max_moe_layers_per_activation_slot=64)
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
     with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
         weight = torch.rand(D).bfloat16().requires_grad_(save)
         torch.library.opcheck(ops.bf16_forward, (*op_arguments(context, save), False, None, weight, NUMBERS))
@@ -392,7 +392,7 @@ def test_ops_with_a_norm_pass_opcheck(save):
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
 def test_backward_op_passes_opcheck(needs):
     """Its state is used up by the first run, so each utility gets a forward of its own."""
-    deep = config(max_moe_layers_per_activation_slot=64)
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
     with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
         for utility, shape in itertools.product(("test_schema", "test_faketensor"), ((T, D), (T, K, D))):
             context.reset()

@@ -212,7 +212,8 @@ def test_forward_op_passes_opcheck(save, ready):
 
 
 def test_ops_with_a_norm_pass_opcheck():
-    deep, norm = config(max_moe_layers_per_activation_slot=64), (torch.rand(D).bfloat16(), [1e-6, 1.0, 0.0, 0.0, 1.0])
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
+    norm = (torch.rand(D).bfloat16(), [1e-6, 1.0, 0.0, 0.0, 1.0])
     with context_of(deep) as context, torch.no_grad():
         arguments = (*op_arguments(context, True), False, 1.0, *norm)
         op = torch.ops.dist_moe.block_scaled_forward.default

@@ -248,7 +248,7 @@ def test_symmetric_regions_of_training():
         "header": ((16,), torch.int64),
         "ids": ((100, 8), torch.int16),
         "scores": ((100, 8), torch.float32),
-        "outputs": ((100, 8, 256), torch.bfloat16),  # one row a route, for calls with a postprocess
+        "outputs": ((100, 2, 256), torch.bfloat16),  # de-duplicated: one row a rank
         "score_grads": ((100, 8), torch.float32),
         "signals": ((3, 2), torch.int64),
         "abort_text": ((256,), torch.uint8),
@@ -283,6 +283,10 @@ def test_block_scaled_training_sends_bf16():
     assert symmetric_regions(replace(config, block_scaled=MXFP8), 2) == symmetric_regions(config, 2)
 
 
+def test_one_rank_sends_one_row_a_token():
+    assert symmetric_regions(Config(5, 32, 32, 4, 8, 1), 1)["outputs"][0] == (5, 1, 32)
+
+
 def test_plan_reports_symmetric_regions_and_tables():
     plan = plan_memory(Config(100, 256, 128, 8, 64, 1, device_scratch_capacity_factor=1.5), 2)
     assert dict(plan.symmetric_bytes) == {
@@ -290,7 +294,7 @@ def test_plan_reports_symmetric_regions_and_tables():
         "header": 128,
         "ids": 1600,
         "scores": 3200,
-        "outputs": 409600,
+        "outputs": 102400,
         "score_grads": 3200,
         "signals": 48,
         "abort_text": 256,
