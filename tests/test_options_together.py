@@ -138,3 +138,24 @@ def test_virtual_ranks(behind, precision):
         assert torch.equal(out, result.out_TD)
         found = (rank.w13_L2FD.grad, rank.w2_LDF.grad)
         assert_equal(found, [1.0 + result.grad_w13_L2FD, 1.0 + result.grad_w2_LDF])
+
+
+@pytest.mark.parametrize("needs_norm_weight", [True, False])
+@PRECISIONS
+def test_accumulating_ops_with_a_norm_pass_opcheck(precision, needs_norm_weight):
+    layer, norm = Layer(), (torch.rand(D).bfloat16(), [1e-6, 1.0, 0.0, 0.0, 1.0])
+    weights = (layer.w13.detach(), layer.w2.detach())
+    tokens = (layer.ids, layer.scores.detach(), *weights)
+    fields = {"block_scaled": SCALED[precision], "max_moe_layers_per_activation_slot": 64, "route_outputs": True}
+    with context_of(**fields) as context:
+        name, more = ("bf16", ()) if precision == "bf16" else ("block_scaled", ([],))
+        # test_schema looks for writes by arithmetic that torch does not have for FP8
+        for utility in ("test_schema", "test_faketensor")[precision != "bf16" :]:
+            context.reset()
+            forward = getattr(torch.ops.dist_moe, f"{name}_forward")
+            saving = (True, *context.saved.selected, context.name)
+            _, *state, _ = forward(layer.x.detach(), *tokens, *saving, *more, False, None, *norm)
+            into = [torch.ones_like(w, dtype=FP32) for w in weights]
+            arguments = (layer.grad_TD, *tokens, state, *into, True, False, 0, context.name, *norm, needs_norm_weight)
+            op = getattr(torch.ops.dist_moe, f"{name}_backward_accumulate_").default
+            torch.library.opcheck(op, arguments, test_utils=utility)
