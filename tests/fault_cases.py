@@ -131,12 +131,13 @@ def wrong_layout(rank, context, step):
     return [step.forward()]
 
 
-def not_in_this_release(rank, context, step):
+def bad_options(rank, context, step):
     if rank != 1:
         return [step.forward()]
     leaves = [step.leaves[name] for name in NAMES]
     leaves.insert(1, step.inputs.ids_TK)
-    options = dist_moe.ExecutionOptions(wgrad_postprocess_fn=lambda name, grad: grad)
+    norm = dist_moe.RMSNormPostprocess(0.0, torch.float32, torch.bfloat16)
+    options = dist_moe.ExecutionOptions(experts_output_postprocess=norm)
     return [routed_experts(*leaves, context, options=options)]
 
 
@@ -189,7 +190,7 @@ REFUSALS = {
     "wrong dtype": (wrong_dtype, TypeError, "x_TD must be bfloat16", "published"),
     "too many tokens": (too_many_tokens, ValueError, "5 tokens", "published"),
     "wrong layout": (wrong_layout, ValueError, "w13_weight must be", "published"),
-    "not in this release": (not_in_this_release, NotImplementedError, "wgrad_postprocess_fn", "published"),
+    "bad options": (bad_options, ValueError, "eps must be finite and positive", "published"),
     "publish breaks": (forward_breaks_in("publish"), MemoryError, "no room in publish", "published"),
     "route breaks": (forward_breaks_in("route"), MemoryError, "no room in route", "combined"),
     "combine breaks": (forward_breaks_in("combine"), MemoryError, "no room in combine", "combined"),

@@ -96,6 +96,28 @@ def test_each_does_in_company_what_it_does_alone(call, where, behind, precision)
 
 
 @PRECISIONS
+@POSTS
+def test_evaluation(behind, precision):
+    (wanted, _), (post, _) = alone(behind, precision), post_of(behind)
+    layer, stats, made = half(Layer()), torch.ones(3), []
+
+    def double(weight):
+        made.append(weight)
+        return weight * 2
+
+    options = ExecutionOptions(
+        experts_output_postprocess=post,
+        weights_preprocess_fn=double,
+        inplace_wgrad_accum=True,
+        swiglu_clip_stats_out_3=stats,
+        swiglu_clip_limit=1.0,
+    )
+    with context_of(None, SCALED[precision], route_outputs=True) as context, torch.no_grad():
+        assert torch.equal(layer.forward(context, options), wanted[0])
+    assert len(made) == 2 and torch.equal(stats, counts(precision)) and layer.grads() == (None, None)
+
+
+@PRECISIONS
 def test_a_split_backward_behind_a_norm_adds_in_place(precision):
     wanted, grads = alone("norm", precision)
     layer, (post, weight) = Layer(), post_of("norm")

@@ -13,12 +13,12 @@ from .fault_cases import (
     PATIENT_S,
     Step,
     assert_error,
+    bad_options,
     break_op,
     error_of,
     invalid_id,
     is_nan,
     join,
-    not_in_this_release,
     too_many_tokens,
     wrong_dtype,
     wrong_layout,
@@ -156,7 +156,7 @@ def test_misused_slots(W):
 def test_one_rank_needs_no_reset_after_a_refused_call():
     case = Case("one rank", W=1, T=4, D=32, F=32)
     with join(None, case.config()) as context:
-        for fault in (wrong_dtype, too_many_tokens, wrong_layout, not_in_this_release):
+        for fault in (wrong_dtype, too_many_tokens, wrong_layout, bad_options):
             assert error_of(fault, 1, context, Step(0, context, case)) is not None
             context.check()
             assert_results_close([run_rank(case.inputs()[0], context)], dense(case, case.inputs()))
