@@ -252,9 +252,11 @@ class _Differentiable(torch.autograd.Function):
 
 def _run_forward(op, wgrads: WeightGrads, inputs: tuple):
     """The op, below autograd, of the weights that wgrads makes."""
-    weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
+    if wgrads.preprocess_fn is not None:
+        weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
+        inputs = (*inputs[:W13], *weights, *inputs[W2 + 1 :])
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs[:W13], *weights, *inputs[W2 + 1 :])
+        return op(*inputs)
 
 
 @dataclass(frozen=True)
@@ -283,13 +285,14 @@ def _backward(ctx, grad_out_TD):
         nodes = {place: node for place, (node, _) in enumerate(ctx.next_functions) if node is not None}
         taken = {place for place, node in nodes.items() if takes(node)}
         num_resets = context.saved.num_resets
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
         serves = kept is not None and kept.serves(taken, grad_out_TD, num_resets)
         if serves:
             context.raise_fault()
         else:
             saved = _saved_tensors(ctx, context)
         targets = ctx.wgrads.resolve(context.config.wgrad_dtype, nodes)
+        ctx.kept = None
         grads = dict(kept.grads) if serves else _run_backward(ctx, saved, grad_out_TD, context, targets, taken)
         left = {place: grads[place] for place in nodes.keys() - taken if place in grads}
         # A gradient with a graph could hold this node; one of inference mode does not tell when it is changed.
@@ -315,6 +318,7 @@ def _saved_tensors(ctx, context: Context) -> tuple[Tensor, ...]:
 def _run_backward(ctx, saved, grad_out_TD, context: Context, targets: Targets, taken: set[int]) -> dict[int, Tensor]:
     """The gradients by place, without those that it wrote into destinations."""
     ids_TK, scores_TK, w13, w2, *state = saved
+    targets.check_apart(w13, w2)
     w13, w2 = ctx.wgrads.preprocessed(context, w13, w2)
     op = "bf16_backward"
     if context.path.format is not None:
