@@ -1,5 +1,9 @@
 """What routed_experts refuses, before anything is launched."""
 
+import itertools
+import math
+import operator
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -90,16 +94,34 @@ def check_preprocessed(given: tuple[Tensor, Tensor], found: tuple, context: Cont
     for (name, value), weight in zip(weights.items(), given, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"routed_experts: {name} must be a tensor, got {type(value).__name__}")
-        if weight.requires_grad and weight.numel() != value.numel():
+        if weight.requires_grad and not (weight.is_contiguous() and same_order(weight.shape, value.shape)):
             raise ValueError(
-                f"routed_experts: {name} has the shape {list(value.shape)}, so its gradient has none for a weight of "
-                f"shape {list(weight.shape)}; pass that weight with requires_grad=False"
+                f"routed_experts: {name} has the shape {list(value.shape)}, so its gradient has none for a contiguous "
+                f"weight of shape {list(weight.shape)}: the function has to keep the memory order, or pass that weight "
+                "with requires_grad=False"
             )
     _check_weight_layouts(*found, context)
     for name, value in weights.items():
         _check_dtype(name, value, torch.bfloat16)
     _check_device(weights, context)
     _check_contiguous(weights)
+    check_apart(weights)
+
+
+def same_order(a: torch.Size, b: torch.Size) -> bool:
+    """Whether one of the two shapes only splits dimensions of the other, so that contiguous tensors of both are in the
+    same memory order. It cannot tell a transposed square."""
+    splits = [set(itertools.accumulate(reversed(shape), operator.mul)) for shape in (a, b)]
+    return math.prod(a) == math.prod(b) and (splits[0] <= splits[1] or splits[1] <= splits[0])
+
+
+def check_apart(tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError when two of these contiguous tensors share memory; those of a trace have none."""
+    real = {name: t for name, t in tensors.items() if type(t) in (Tensor, torch.nn.Parameter) and t.nbytes}
+    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in real.items())
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise ValueError(f"routed_experts: {name} and {other} share memory; each needs its own")
 
 
 def _check_device(named: dict[str, Tensor], context: Context) -> None:

@@ -19,6 +19,32 @@ def takes(node) -> bool:
         return True
 
 
+def leads_to(tensor: Tensor, leaf: Tensor) -> bool:
+    """Whether the gradient of a tensor goes on to that of a leaf."""
+    if tensor is leaf:
+        return True
+    seen, nodes = set(), [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def is_viewed_by_torch(view: Tensor) -> bool:
+    """Whether only torch's own ops lie between a view and its base, which leave gradients as they are."""
+    node = view.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        ((node, _),) = node.next_functions
+    return True
+
+
 def adds(node, owner: Tensor | None) -> bool:
     """Whether what it passes on to this next node ends in the .grad of the owner, a leaf, or of any leaf for None;
     autograd.grad() returns it instead."""

@@ -59,9 +59,11 @@ class Differentiable(torch.autograd.Function):
 
 def forward_below_autograd(op, wgrads: WeightGrads, inputs: tuple):
     """The op, below autograd, of the weights that wgrads makes."""
-    weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
+    if wgrads.preprocess_fn is not None:
+        weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
+        inputs = (*inputs[:W13], *weights, *inputs[W2 + 1 :])
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs[:W13], *weights, *inputs[W2 + 1 :])
+        return op(*inputs)
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,14 @@ def _backward(ctx, grad_out_TD) -> dict[int, Tensor]:
         nodes = {place: node for place, (node, _) in enumerate(ctx.next_functions) if node is not None}
         taken = {place for place, node in nodes.items() if takes(node)}
         num_resets = context.saved.num_resets
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
         serves = kept is not None and kept.serves(taken, grad_out_TD, num_resets)
         if serves:
             context.raise_fault()
         else:
             saved = _saved_tensors(ctx, context)
         targets = ctx.wgrads.resolve(context.config.wgrad_dtype, nodes)
+        ctx.kept = None
         if serves:
             grads = dict(kept.grads)
         else:
@@ -131,6 +134,7 @@ def _run_backward(
     Args:    wanted: the places that have a gradient.  taken: those of them that this visit takes.
     """
     ids_TK, scores_TK, w13, w2, norm_weight_D, *state = saved
+    targets.check_apart(w13, w2)
     w13, w2 = ctx.wgrads.preprocessed(context, w13, w2)
     op = "bf16_backward"
     if context.path.format is not None:

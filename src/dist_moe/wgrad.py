@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .checks import check_preprocessed
+from .checks import check_apart, check_preprocessed, same_order
 from .context import Context
 from .options import ExecutionOptions
 
@@ -47,6 +47,12 @@ class Targets:
         a destination go there after it, and what this visit does not take is kept for the next."""
         return bool(self.into) and self.into.keys() == needed
 
+    def check_apart(self, w13: Tensor, w2: Tensor) -> None:
+        """Raises ValueError for destinations that share memory with one another or with a weight."""
+        named = {f"what takes the gradient of {NAMES[place]}": to.tensor for place, to in self.into.items()}
+        if named:
+            check_apart(named | {f"{NAMES[W13]}_weight": w13, f"{NAMES[W2]}_weight": w2})
+
     def dtype_of_new(self, needed: set[int], taken: set[int], wgrads: "WeightGrads") -> torch.dtype:
         """FP32 where they may be added to something, so that they are rounded once, as they are added."""
         return torch.float32 if wgrads.writes_itself and (self.into or not needed <= taken) else self.dtype
@@ -59,6 +65,7 @@ class _Weight:
     shape: torch.Size
     device: torch.device
     owner: "weakref.ref[Tensor] | None"
+    behind: "weakref.ref[Tensor] | None"  # the leaf that its gradient goes on to, where one is known
 
 
 class WeightGrads:
@@ -78,9 +85,11 @@ class WeightGrads:
         for place, weight in (weights or {}).items():
             owner = _checked_owner(NAMES[place], weight, explicit[place]) if self.in_place else None
             if weight.requires_grad:
-                self._weights[place] = _Weight(
-                    weight.shape, weight.device, None if owner is None else weakref.ref(owner)
-                )
+                behind = owner if owner is not None and engine.leads_to(weight, owner) else None
+                if not self.in_place and not weight.is_leaf and weight._base is not None and weight._base.is_leaf:
+                    behind = weight._base
+                refs = (None if leaf is None else weakref.ref(leaf) for leaf in (owner, behind))
+                self._weights[place] = _Weight(weight.shape, weight.device, *refs)
 
     @property
     def writes_itself(self) -> bool:
@@ -119,7 +128,8 @@ class WeightGrads:
         """
         if not self.writes_itself or not self._weights:
             return Targets(configured or torch.bfloat16, {})
-        added = [place for place in self._weights if engine.adds(nodes[place], self.owner(place))]
+        behind = {place: weight.behind and weight.behind() for place, weight in self._weights.items()}
+        added = [place for place in self._weights if engine.adds(nodes[place], behind[place])]
         if self.in_place:
             return self._resolve_owners(configured, added)
         dtype, into = configured or torch.bfloat16, {}
@@ -137,7 +147,7 @@ class WeightGrads:
             existing = None if owner.grad is None else owner.grad.dtype
             dtypes[place] = wgrad_dtype(NAMES[place], owner.grad_dtype, configured, existing, owner.dtype)
             if owner.grad is not None:
-                grads[place] = _checked_grad(NAMES[place], owner)
+                grads[place] = _checked_grad(NAMES[place], owner, self._weights[place])
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{_name(dtype)} of {NAMES[place]}" for place, dtype in dtypes.items())
             raise RuntimeError(f"routed_experts: different WGRAD dtypes, {found}; both weights need the same")
@@ -159,7 +169,7 @@ class WeightGrads:
     def _for_autograd(self, place: int, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
         """A gradient in the dtype and the shape in which it leaves backward, after the callback."""
         weight = self._weights.get(place)
-        grad = grad.to(dtype)
+        grad = grad if grad.dtype is dtype else grad.to(dtype)
         if weight is not None:
             grad = grad.view(weight.shape)
         if self._postprocess_fn is None:
@@ -170,6 +180,11 @@ class WeightGrads:
             raise TypeError(
                 f"routed_experts: wgrad_postprocess_fn must return a tensor or None for {name}, "
                 f"got {type(found).__name__}"
+            )
+        if found is not None and (found.device != grad.device or not found.is_floating_point()):
+            raise ValueError(
+                f"routed_experts: wgrad_postprocess_fn must return floating-point values on {grad.device} for {name}, "
+                f"got {_name(found.dtype)} on {found.device}"
             )
         if found is not None and found.shape != grad.shape:
             raise ValueError(
@@ -224,6 +239,11 @@ def _checked_owner(name: str, weight: Tensor, explicit: Tensor | None) -> Tensor
         if not weight.requires_grad:
             return None
         owner = weight if weight.is_leaf or weight._base is None else weight._base
+        if owner is not weight and owner.is_leaf and not engine.is_viewed_by_torch(weight):
+            raise ValueError(
+                f"{where} cannot be told: a function of the caller's lies between the weight and the leaf it is a view "
+                f"of, and would be left out; pass {_OWNERS}"
+            )
     if not owner.is_leaf:
         raise ValueError(f"{where} must be an autograd leaf, it is made by {owner.grad_fn.name()}; pass {_OWNERS}")
     if owner.requires_grad != weight.requires_grad:
@@ -235,11 +255,12 @@ def _checked_owner(name: str, weight: Tensor, explicit: Tensor | None) -> Tensor
     if not owner.requires_grad:
         return None
     local = _local(owner)
-    if local.numel() != weight.numel() or not local.is_contiguous() or local.device != weight.device:
+    contiguous = local.is_contiguous() and weight.is_contiguous()
+    if not contiguous or not same_order(local.shape, weight.shape) or local.device != weight.device:
         raise ValueError(
-            f"{where} must hold the whole weight and be contiguous, on its device: the weight is "
-            f"{list(weight.shape)} on {weight.device}, the owner {list(local.shape)} with strides {local.stride()} on "
-            f"{local.device}"
+            f"{where} must hold the whole weight in its memory order and both be contiguous, on one device: the weight "
+            f"is {list(weight.shape)} with strides {weight.stride()} on {weight.device}, the owner {list(local.shape)} "
+            f"with strides {local.stride()} on {local.device}"
         )
     return owner
 
@@ -247,13 +268,14 @@ def _checked_owner(name: str, weight: Tensor, explicit: Tensor | None) -> Tensor
 _OWNERS = "wgrad_parameter_owners=(w13_owner, w2_owner)"
 
 
-def _checked_grad(name: str, owner: Tensor) -> Tensor:
+def _checked_grad(name: str, owner: Tensor, weight: _Weight) -> Tensor:
     """The storage of the owner's .grad, of a DTensor the local shard's."""
     grad, local = _local(owner.grad), _local(owner)
-    if grad.shape != local.shape or grad.device != local.device or not grad.is_contiguous():
+    fits = grad.shape == local.shape and grad.device == weight.device and grad.is_contiguous()
+    if not fits or grad.numel() != weight.shape.numel():
         raise RuntimeError(
             f"routed_experts: the .grad of the owner of {name} must be contiguous {list(local.shape)} on "
-            f"{local.device}, got {list(grad.shape)} with strides {grad.stride()} on {grad.device}; clear it"
+            f"{weight.device}, got {list(grad.shape)} with strides {grad.stride()} on {grad.device}; clear it"
         )
     return grad
 

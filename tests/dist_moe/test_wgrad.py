@@ -30,6 +30,7 @@ from dist_moe import (
     prepare_block_scaled_weight,
     routed_experts,
 )
+from dist_moe.checks import same_order
 from dist_moe.wgrad import wgrad_dtype
 
 IN_PLACE = ExecutionOptions(inplace_wgrad_accum=True)
@@ -353,6 +354,77 @@ def test_gradients_that_are_asked_for_are_returned_and_not_added(context):
     assert_equal(grads, functional(context))
     torch.autograd.grad(layer.forward(context, IN_PLACE), [layer.x], layer.grad_TD)
     assert_equal(layer.grads(), previous)
+
+
+# What would be scrambled or written in the wrong place
+
+
+def test_a_weight_that_is_no_view_in_memory_order_is_refused(context):
+    """A transposed view of its leaf, which a function makes contiguous: the sum would be added transposed."""
+    layer = Layer()
+    leaf = torch.nn.Parameter(layer.w13.detach().mT.contiguous())
+    options = replace(IN_PLACE, weights_preprocess_fn=lambda weight: weight.contiguous())
+    with pytest.raises(ValueError, match="memory order and both be contiguous"):
+        layer.forward(context, options, w13_weight=leaf.mT)
+
+
+def test_owners_are_told_by_shapes_that_only_split_dimensions():
+    shape = torch.Size((4, 6, 5))
+    for same in ((4, 6, 5), (4, 2, 3, 5), (24, 5), (120,)):
+        assert same_order(shape, torch.Size(same)) and same_order(torch.Size(same), shape)
+    for other in ((4, 5, 6), (6, 4, 5), (4, 6, 4), (30, 4)):
+        assert not same_order(shape, torch.Size(other))
+
+
+def test_an_owner_that_is_not_behind_its_weight_takes_the_gradient(context):
+    layer = Layer(grad_dtype=FP32)
+    owners = tuple(torch.nn.Parameter(getattr(layer, name).detach().clone()) for name in NAMES)
+    for owner in owners:
+        owner.grad_dtype, owner.grad = FP32, torch.ones(owner.shape)
+    addresses = [owner.grad.data_ptr() for owner in owners]
+    layer.step(context, replace(IN_PLACE, wgrad_parameter_owners=owners))
+    assert [owner.grad.data_ptr() for owner in owners] == addresses and layer.grads() == (None, None)
+    assert_equal([owner.grad for owner in owners], rounded_sum([torch.ones(1)] * 2, functional(context)))
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if grad is None else grad * 0.5
+
+
+def test_a_view_by_a_function_of_the_callers_is_refused(context):
+    """It changes the gradient; what is added in place would pass it by."""
+    layer = Layer(grad_dtype=BF16)
+    with pytest.raises(ValueError, match="a function of the caller's lies between"):
+        layer.forward(context, IN_PLACE, w13_weight=_Halves.apply(layer.w13))
+
+
+def test_sums_that_share_memory_are_refused_and_nothing_is_written(context):
+    layer, flat = Layer(), torch.zeros(SHAPES["w13"]).flatten()
+    shared = ExecutionOptions(wgrad_destination_fn=lambda name, shape, *_: (flat[: shape.numel()].view(shape), True))
+    weights = ExecutionOptions(wgrad_destination_fn=lambda name, *_: (getattr(layer, name).data, False))
+    before = layer.w13.detach().clone()
+    for options in (shared, weights):
+        with pytest.raises(ValueError, match="share memory"):
+            layer.step(context, options)
+        context.reset()
+    assert not flat.any() and layer.w13.equal(before)
+
+
+def test_a_destination_is_not_written_for_a_gradient_that_is_returned(context):
+    """Of the leaf that the weight is a view of."""
+    layer, written = Layer(), {name: torch.zeros(SHAPES[name]) for name in NAMES}
+    leaf = torch.nn.Parameter(layer.w13.detach().flatten())
+    options = ExecutionOptions(wgrad_destination_fn=lambda name, *_: (written[name], True))
+    out_TD = layer.forward(context, options, w13_weight=leaf.view(SHAPES["w13"]))
+    (grad,) = torch.autograd.grad(out_TD, [leaf], layer.grad_TD)
+    assert not written["w13"].any()
+    assert_equal([grad.view(SHAPES["w13"])], [functional(context, BF16)[0]])
 
 
 # The ops

@@ -350,3 +350,20 @@ def test_callbacks_in_a_trace_are_refused(options, fast):
     with pytest.raises(RuntimeError, match="require eager execution"):
         make_fx(lambda x: layer.forward(fast, options))(layer.x.detach())
     assert layer.forward(fast, options).any()
+
+
+def test_made_weights_that_share_memory_are_refused(context):
+    """As of a function that fills one buffer for both."""
+    layer, buffer = Layer(), torch.empty(SHAPES["w13"], dtype=BF16).flatten()
+    made = ExecutionOptions(weights_preprocess_fn=lambda w: buffer[: w.numel()].view(w.shape).copy_(w))
+    with pytest.raises(ValueError, match="share memory; each needs its own"):
+        layer.forward(context, made)
+
+
+@pytest.mark.parametrize("wrong", [lambda grad: grad.to(torch.int32), lambda grad: grad.to("meta")])
+def test_a_callback_that_returns_no_gradient_is_told_so(wrong, context):
+    layer = Layer()
+    options = ExecutionOptions(wgrad_postprocess_fn=lambda name, grad: wrong(grad))
+    with pytest.raises(ValueError, match="must return floating-point values on cpu for w2"):
+        layer.step(context, options)
+    context.reset()
