@@ -13,8 +13,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from dist_moe.formats import E8M0_BIAS, E8M0_NAN, SCALE_ATOM
 
+from . import scale_layout
 from .tensor_memory import accumulator_at, after_signal, reads_done
-from .tiles import ATOM_BYTES, BLOCK_M, SUBTILE, Product, Tile
+from .tiles import BLOCK_M, SUBTILE, Product, Tile
 from .walk import Walk, word
 
 LOG2_E = 1.4426950408889634
@@ -224,10 +225,8 @@ class Epilogue:
     @cute.jit
     def put_scales(self, atom_word, h2, row, column, F):
         """The four scales of a row of this tile, which are neighbours in their atom."""
-        atom_rows, atom_columns = SCALE_ATOM
         _, _, scales, scales_start, _, _ = h2
-        atom = row // atom_rows * cute.ceil_div(F // SUBTILE, atom_columns) + column // (SUBTILE * atom_columns)
-        inside = row % 32 * 16 + row % atom_rows // 32 * 4
-        byte = word(scales_start) + Int64(atom) * ATOM_BYTES + inside
+        atoms_wide = cute.ceil_div(F // SUBTILE, SCALE_ATOM[1])
+        byte = word(scales_start) + scale_layout.offset(Int64(row), column // SUBTILE, atoms_wide)
         there = cute.recast_ptr(scales + byte, dtype=Uint32)
         cute.make_tensor(there, cute.make_layout(1))[0] = atom_word

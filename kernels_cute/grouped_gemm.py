@@ -15,9 +15,8 @@ from dist_moe.quantized import Bundle, check_bundle, check_scaled_rows, check_sc
 from dist_moe.shapes import Activation
 
 from . import build
-from .tiles import ARCHS, Product, Tile, pick, tile_of
+from .tiles import ARCHS, SCALE_UNIT, Product, Tile, pick, tile_of
 
-UNIT = SCALE_ATOM[0]  # bytes; of scales, what their places are multiples of
 BUFFERS = {"x_values", "x_scales", "w_values", "w_scales", "out", "h2_values", "h2_scales"}  # not words
 ALPHA, LIMIT = 1.0, float("inf")  # of an activation that is not clamped: not read
 
@@ -154,7 +153,7 @@ def rows_arguments(
     _check_words(op, out, a, out_start_1=out_start_1, stop_1=stop_1)
     given = _rows_operand(a) | {"w_values": w_values, "w_scales": w_scales, "w_outer": w_outer_inv}
     given |= {"out": out, "out_start": out_start_1, "row_start": row_start_P, "num_rows": num_rows_L, "stop": stop_1}
-    given |= {"w_rows": L, "w_units": w_scales.numel() // UNIT, "contraction": contraction}
+    given |= {"w_rows": L, "w_units": w_scales.numel() // SCALE_UNIT, "contraction": contraction}
     given |= {"all_columns": all_columns, "first_column": first, "width": width, "out_stride": out.shape[1], "L": L}
     return given | {"alpha": ALPHA, "limit": LIMIT}
 
@@ -166,7 +165,11 @@ def wgrad_arguments(dy, x, row_start_P, num_rows_L, out_LNK, *, format, stop_1) 
     for bundle in (dy, x):
         _check_words("grouped_gemm_scaled_wgrad", out_LNK, bundle, stop_1=stop_1)
     given = _rows_operand(dy) | {"w_values": x.values, "w_scales": x.scales, "w_start": x.start_1}
-    given |= {"w_scales_start": x.scales_start_1, "w_rows": x.values.shape[0], "w_units": x.scales.numel() // UNIT}
+    given |= {
+        "w_scales_start": x.scales_start_1,
+        "w_rows": x.values.shape[0],
+        "w_units": x.scales.numel() // SCALE_UNIT,
+    }
     given |= {"out": out_LNK, "row_start": row_start_P, "num_rows": num_rows_L, "stop": stop_1, "contraction": N}
     given |= {"all_columns": K, "first_column": 0, "width": K, "out_stride": K, "L": L}
     return given | {"alpha": ALPHA, "limit": LIMIT}
@@ -198,7 +201,7 @@ def swiglu_arguments(
 def _rows_operand(a: Bundle) -> dict:
     given = {"x_values": a.values, "x_start": a.start_1, "x_scales": a.scales, "x_scales_start": a.scales_start_1}
     given |= {"x_outer": a.outer_inv, "x_outer_start": a.outer_inv_start_1}
-    return given | {"x_rows": a.values.shape[0], "x_units": a.scales.numel() // UNIT}
+    return given | {"x_rows": a.values.shape[0], "x_units": a.scales.numel() // SCALE_UNIT}
 
 
 def _check_words(op: str, out: Tensor, bundle: Bundle, **words: Tensor) -> None:

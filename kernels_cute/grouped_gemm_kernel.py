@@ -30,9 +30,9 @@ from cutlass import Float32, Int32, Int64, const_expr, cute, memory, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from .epilogue import Epilogue
-from .load import UNIT, Load
+from .load import Load
 from .multiply import Multiply
-from .tiles import EPILOGUE_WARPS, WARPS, Product, Tile
+from .tiles import EPILOGUE_WARPS, SCALE_UNIT, WARPS, Product, Tile
 from .walk import Walk
 
 ONE = tcgen05.CtaGroup.ONE
@@ -120,16 +120,17 @@ class GroupedGemm:
             stride = (1, broad) if const_expr(self.product.op == "dgrad") else (deep, 1)
             w_layout = cute.make_layout((all_columns, contraction, L), stride=(*stride, broad * deep))
             w = cute.make_tensor(w_values, w_layout)
-        xs = cute.make_tensor(x_scales, cute.make_layout((UNIT // 2, x_units), stride=(1, UNIT // 2)))
-        ws = cute.make_tensor(w_scales, cute.make_layout((UNIT // 2, w_units), stride=(1, UNIT // 2)))
+        xs = cute.make_tensor(x_scales, cute.make_layout((SCALE_UNIT // 2, x_units), stride=(1, SCALE_UNIT // 2)))
+        ws = cute.make_tensor(w_scales, cute.make_layout((SCALE_UNIT // 2, w_units), stride=(1, SCALE_UNIT // 2)))
         m, n, ms, ns = (w, x, ws, xs) if const_expr(self.tile.swap_ab) else (x, w, xs, ws)
 
         mma, box_mma = self._mma(self.mnk), self._mma(self.box_mnk)
         m_smem = blackwell.make_smem_layout_a(mma, self.mnk, self.values, self.tile.stages)
-        n_smem = blackwell.make_smem_layout_b(box_mma, self.box_mnk, self.values, self.tile.stages * self.loads.n_boxes)
+        boxes = self.tile.stages * self.loads.n_boxes
+        box_smem = blackwell.make_smem_layout_b(box_mma, self.box_mnk, self.values, boxes)
         load, cta = cpasync.CopyBulkTensorTileG2SOp(ONE), (1, 1, 1, 1)
         m_tma, m_places = cute.nvgpu.make_tiled_tma_atom_A(load, m, self._stage(m_smem), self.mnk, mma, cta)
-        n_tma, n_places = cute.nvgpu.make_tiled_tma_atom_B(load, n, self._stage(n_smem), self.box_mnk, box_mma, cta)
+        n_tma, n_places = cute.nvgpu.make_tiled_tma_atom_B(load, n, self._stage(box_smem), self.box_mnk, box_mma, cta)
         atoms = self.loads.atoms_shape()
         ms_tma, ms_places = cpasync.make_tiled_tma_atom(load, ms, cute.make_layout(atoms), atoms)
         ns_tma, ns_places = cpasync.make_tiled_tma_atom(load, ns, cute.make_layout(atoms), atoms)

@@ -11,12 +11,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from dist_moe.formats import SCALE_ATOM
 
-from .tiles import ATOM_BYTES, Product, Tile
+from .tiles import ATOM_BYTES, SCALE_UNIT, Product, Tile
 from .walk import Walk, word
 
-UNIT = 128  # bytes; of a row of a scale descriptor: scales begin at multiples of it
 ATOM_ROWS, ATOM_COLUMNS = SCALE_ATOM
-ATOM_UNITS = ATOM_BYTES // UNIT
+ATOM_UNITS = ATOM_BYTES // SCALE_UNIT
 
 
 class Load:
@@ -29,7 +28,7 @@ class Load:
 
     def atoms_shape(self) -> tuple[int, int]:
         """Of the scales of 128 rows in a stage, as their descriptor has them: 16-bit words of a unit, units."""
-        return UNIT // 2, self.tile.atoms * ATOM_UNITS
+        return SCALE_UNIT // 2, self.tile.atoms * ATOM_UNITS
 
     def atoms_at(self, shared, count):
         """Shared memory from a pointer on as the scales of `count` times 128 rows."""
@@ -85,9 +84,9 @@ class Load:
         contraction, _, L = sizes
         w_first, w_unit = Int32(0), Int32(0)
         if const_expr(self.wgrad):
-            w_first, w_unit = Int32(word(w_start)), Int32(word(w_scales_start) // UNIT)
+            w_first, w_unit = Int32(word(w_start)), Int32(word(w_scales_start) // SCALE_UNIT)
             contraction = word(row_start + L)
-        firsts = (Int32(word(x_start)), Int32(word(x_scales_start) // UNIT), w_first, w_unit)
+        firsts = (Int32(word(x_start)), Int32(word(x_scales_start) // SCALE_UNIT), w_first, w_unit)
         atoms_deep = cute.ceil_div(contraction, ATOM_COLUMNS * self.block)
         return firsts, atoms_deep, cute.ceil_div(all_columns, ATOM_ROWS)
 

@@ -1,7 +1,7 @@
 """Where a scale lies in blocked order, as the tensor cores of sm_100 read it, and which scale lies where.
 
 An atom is 128 rows by 4 columns of scales in 512 bytes; atoms of a row of atoms are neighbours. Works on ints and on
-integer tensors alike. tests prove it against the DSL's own layout algebra.
+integer tensors alike, and on the numbers of a kernel. tests prove it against the DSL's own layout algebra.
 Source of the order: "Scale Factor A Layout" of tcgen05.mma in the PTX ISA.
 """
 

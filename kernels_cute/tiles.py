@@ -17,6 +17,7 @@ ARCHS = {(10, 0): "sm_100a", (10, 3): "sm_103a"}  # by compute capability: what 
 BLOCK_M = 128  # lanes of tensor memory
 STAGE_ROW_BYTES = 128  # of a row in a stage: what one swizzle spans
 ATOM_BYTES = SCALE_ATOM[0] * SCALE_ATOM[1]
+SCALE_UNIT = 128  # bytes; scales of a call begin at multiples of it
 SHARED_BYTES = 227 * 1024  # that a program may have on compute capability 10.x
 RESERVED_BYTES = 2048  # barriers, and what aligning the buffers to 1024 bytes may take
 TENSOR_COLUMNS = 512
@@ -222,7 +223,7 @@ def tile_of(op: str, format: Format, asked: BlockScaledKernelConfig) -> Tile:
     if asked.overlapping_accum != (tile.overlap > 0):
         raise ValueError(
             f"kernel_config: overlapping_accum must be {tile.overlap > 0}: two accumulators of {tile.block_n} columns "
-            f"and the scales {'do not' if tile.overlap else ''} fit {TENSOR_COLUMNS} columns side by side"
+            f"and the scales{' do not' if tile.overlap else ''} fit {TENSOR_COLUMNS} columns side by side"
         )
     return tile
 

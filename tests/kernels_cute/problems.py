@@ -116,6 +116,10 @@ class Problem:
         L = len(self.rows)
         return self._exponents(L, rows, cols) + far * (torch.arange(L) % 2)[:, None, None]
 
+    def _expert_of_block(self, B: int) -> Tensor:
+        """The expert of every block of rows."""
+        return torch.arange(len(self.rows)).repeat_interleave(self.row_start_P.diff() // B)
+
     def _values(self, v: Tensor) -> Tensor:
         """Small integers as values of the format: quantised with scales of 1."""
         if self.format.values_per_byte == 1:
@@ -155,7 +159,8 @@ class Problem:
         if self.exact:
             values = self._integers(end, C) * self.real_R[:end, None]
             natural = torch.full(padded_scales(C, end // B), PADDING_SCALE, dtype=torch.uint8)
-            natural[:C, : end // B] = self._codes(self._exponents(C, end // B))
+            odd_B = self._expert_of_block(B) % 2
+            natural[:C, : end // B] = self._codes(self._exponents(C, end // B) + EXPERT_EXPONENT * odd_B)
             values, scales = values.to(self.format.value_dtype), to_blocked(natural[None]).view(self.format.scale_dtype)
         else:
             tables = {"row_start_P": self.row_start_P, "num_rows_L": self.num_rows_L}
@@ -231,7 +236,7 @@ class Problem:
         self.parts = a, w
         empty = torch.full((self.R, F), 0x55, dtype=torch.uint8).view(self.format.value_dtype)
         scales = torch.full(padded_scales(self.R, F // self.format.block), 0x55, dtype=torch.uint8)
-        h2 = self._placed(empty, scales.flatten().view(self.format.scale_dtype))
+        h2 = self.h2 = self._placed(empty, scales.flatten().view(self.format.scale_dtype))
         self.outs = {"h2_values": h2.values, "h2_scales": h2.scales}
         h1, first = None, word(2)
         if self.stores_h1:
@@ -280,6 +285,12 @@ class Problem:
             sums = sums[:, columns[0] :][:, : columns[1]]
             found[2 + start : 2 + start + count, : sums.shape[1]] = sums
         return found
+
+    def h2_rows(self, outs: dict[str, Tensor]) -> Tensor:
+        """FP64 real rows of h2, multiplied out."""
+        bundle = self.h2._replace(values=outs["h2_values"], scales=outs["h2_scales"])
+        end = int(self.row_start_P[-1])
+        return reference_products.rows_operand(bundle, slice(0, end), self.format)[self.real_R[:end]]
 
     def _weight(self, w: QuantizedWeights, e: int) -> Tensor:
         """FP64 [columns of the result, contraction] of one expert."""

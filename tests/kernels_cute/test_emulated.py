@@ -84,6 +84,14 @@ def test_a_dimension_of_2880(kind):
         assert_equal_bits(kind, kind.problem(rows, K, N))
 
 
+@pytest.mark.parametrize("unroll", [2, 4])
+@pytest.mark.parametrize("kind", KINDS[1:5], ids=[kind.id for kind in KINDS[1:5]])
+def test_a_loop_that_is_written_out(kind, unroll):
+    """As a kernel configuration may ask for; five steps are no multiple of it."""
+    tile = dataclasses.replace(kind.tile, stages=2, unroll=unroll)
+    assert_equal_bits(kind, kind.problem((70,), 160, 5 * tile.block_k - 32), tile=tile, programs=1)
+
+
 FEW = pytest.mark.parametrize(
     "kind",
     [k for k in KINDS if (k.op, k.tile.block_n) in (("forward", 64), ("forward", 128), ("dgrad", 128), ("wgrad", 128))],

@@ -39,9 +39,15 @@ def test_operands_of_the_quantisers(kind):
 
 def assert_near(kind, problem, want, sums) -> None:
     if kind.op == "swiglu":
-        values, scales = (problem.outs[name].view(torch.uint8) for name in ("h2_values", "h2_scales"))
-        assert (values != want["h2_values"].view(torch.uint8)).float().mean() < 1e-3
-        assert (scales != want["h2_scales"].view(torch.uint8)).sum() <= 1
+        # FP32 sums in another order turn over a rounding of gate or up to BF16 now and then, and so one of h2 to e4m3,
+        # whose values lie up to 2^-3 apart, or, at a border of the block's scale, those of a whole block.
+        out, ref = problem.h2_rows(problem.outs), problem.h2_rows(want)
+        step = 2.0**-3 * ref.abs() + 2.0**-9 / 224 * ref.abs().amax(dim=-1, keepdim=True)
+        assert ref.any() and ((out - ref).abs() <= step).all() and (out != ref).double().mean() < 1e-3
+        unreal = ~problem.real_R[: problem.R]
+        rows = slice(3, 3 + problem.R)
+        same = problem.outs["h2_values"].view(torch.uint8)[rows] == want["h2_values"].view(torch.uint8)[rows]
+        assert same[unreal].all()
     if sums is not None:
         assert not sums.isnan().all()
         out, written = problem.outs["out"].double(), ~sums.isnan()

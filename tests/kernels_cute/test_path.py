@@ -20,7 +20,7 @@ pytestmark = pytest.mark.emulated
 
 PRODUCTS = ("grouped_gemm_scaled", "grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad")
 SHAPE = {"W": 2, "T": 9, "K": 2, "D": 160, "F": 96, "E": 6, "routing": "zipf(1.0)"}
-NARROW = BlockScaledKernelConfig(1, 128, 64, 128, 3, 1, 2, 1, 32, False, True, 1, num_warps=6, static_scheduler=True)
+NARROW = BlockScaledKernelConfig(1, 128, 64, 128, 3, 1, 2, 1, 32, False, True, 2, num_warps=6, static_scheduler=True)
 
 
 @pytest.fixture
