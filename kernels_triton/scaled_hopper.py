@@ -258,7 +258,7 @@ def _multiply(
 @gluon.jit
 def _store(result, out_ptr, row, col, row_end, width, pitch):
     """A tile of BF16 at (row, col), no row from row_end and no column from width."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     result = gl.convert_layout(result, LAYOUT)
     rows = row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
