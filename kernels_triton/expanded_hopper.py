@@ -169,7 +169,8 @@ def _produce(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, _, col = _tile(tile, ends_L, tables, first_column, width, ROWS + TAIL, GROUP_M)
+        expert, row, _, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
+        col += first_column
         rows_of_atoms = expert * gl.cdiv(all_columns, TILE) + col // TILE
         for k in range(0, contraction, STEP):
             stage = step % STAGES
@@ -291,7 +292,7 @@ def _multiply(
     The tensor cores read one part of a step from registers while the warps convert the next part into others. Before
     any are written again all but the newest product have ended: parts of a step are an even number.
     """
-    L, _all_columns, first_column, width, contraction = sizes
+    L, _all_columns, _first_column, width, contraction = sizes
     a_ring, tail_ring, w_ring, w_scales, full, empty = rings
     a_outer_ptr, w_outer_ptr = outer
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -312,7 +313,7 @@ def _multiply(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS + TAIL, GROUP_M)
+        expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
         acc = gl.zeros([SIDE_ROWS, ROWS], gl.float32, layout=ACC)
         if TAIL:
             tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
@@ -348,7 +349,7 @@ def _multiply(
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         w_outer = gl.load(w_outer_ptr + expert).to(gl.float32) if FP4 else 1.0
-        col = col - first_column + SIDE * SIDE_ROWS
+        col += SIDE * SIDE_ROWS
         _put(acc, a_outer_ptr, w_outer, out, row, row_end, col, width, FP4)
         if TAIL:
             _put(tail, a_outer_ptr, w_outer, out, row + ROWS, row_end, col, width, FP4)

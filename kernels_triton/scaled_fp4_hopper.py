@@ -154,7 +154,8 @@ def _produce(sizes, tables, rings, a, w, ROWS: gl.constexpr, BLOCK_L: gl.constex
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, _, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        expert, row, _, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
+        col += first_column
         rows_of_atoms = expert * gl.cdiv(all_columns, TILE) + col // TILE
         for k in range(0, contraction, STEP):
             stage = step % STAGES
@@ -212,7 +213,7 @@ def _convert_rows(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        _expert, row, _, _ = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        _expert, row, _, _ = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
         rows_of_atom = row % 128 + rows_R
         places = (rows_of_atom % 32 * 4 + rows_of_atom // 32)[:, None] + atoms_4[None, :] * 128
         words_ptr = a_scales_ptr + (row // 128 * atoms_of_a_row).to(gl.int64) * 128
@@ -273,7 +274,7 @@ def _multiply(sizes, tables, rings, rows, outer, out, ROWS: gl.constexpr, BLOCK_
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
         acc = gl.zeros([TILE, ROWS], gl.float32, layout=ACC)
         for k in range(0, contraction, STEP):
             stage = step % STAGES
@@ -297,7 +298,7 @@ def _multiply(sizes, tables, rings, rows, outer, out, ROWS: gl.constexpr, BLOCK_
         a_outer_R = gl.load(a_outer_ptr + row + rows_R, mask=row + rows_R < row_end, other=0.0)
         w_outer = gl.load(w_outer_ptr + expert)
         result = (acc * UNSCALED * a_outer_R[None, :] * w_outer).to(gl.bfloat16)
-        _store(gl.permute(result, (1, 0)), out_ptr, row, col - first_column, row_end, width, pitch)
+        _store(gl.permute(result, (1, 0)), out_ptr, row, col, row_end, width, pitch)
 
 
 @launched

@@ -48,8 +48,9 @@ _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
+SIDE_ROWS = gl.constexpr(64)  # of the operand of 128 rows, what four warps multiply
 SLOTS = gl.constexpr(3)  # of the ring of transposed tiles
-PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
+MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,15 @@ def _row_tile_ends(num_rows_ptr, L, ROWS: gl.constexpr, BLOCK_L: gl.constexpr):
 
 
 @gluon.jit
-def _tile(tile, ends_L, tables, first_column, width, ROWS: gl.constexpr, GROUP_M: gl.constexpr):
-    """Expert, first row, end of the expert's real rows, and first column of a tile."""
+def _tile(tile, ends_L, tables, width, ROWS: gl.constexpr, GROUP_M: gl.constexpr):
+    """Expert, first row, end of the expert's real rows, and first column within the window of a tile."""
     row_start_ptr, num_rows_ptr = tables
     tile_m, tile_n = _tile_place(tile, gl.max(ends_L, 0), gl.cdiv(width, TILE), GROUP_M)
     expert = gl.sum((ends_L <= tile_m).to(gl.int32), 0)
     first_tile = gl.max(gl.where(ends_L <= tile_m, ends_L, 0), 0)
     row_start = gl.load(row_start_ptr + expert)
     row = row_start + (tile_m - first_tile) * ROWS
-    return expert, row, row_start + gl.load(num_rows_ptr + expert), first_column + tile_n * TILE
+    return expert, row, row_start + gl.load(num_rows_ptr + expert), tile_n * TILE
 
 
 @gluon.jit
@@ -141,7 +142,8 @@ def _produce(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, _, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
+        expert, row, _, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
+        col += first_column
         a_atom_ptr = a_scales_ptr + (row // 128 * atoms_of_a_row).to(gl.int64) * 128
         w_atom = expert.to(gl.int64) * atoms_of_an_expert + col // TILE * atoms_of_a_row
         w_atom_ptr = w_scales_ptr + w_atom * 128
@@ -190,34 +192,38 @@ def _multiply(
     rings,
     transposed,
     out,
+    SIDE: gl.constexpr,
     ROWS: gl.constexpr,
     SQUARE: gl.constexpr,
     DGRAD: gl.constexpr,
     BLOCK_L: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """Eight warps: the products of every tile, and its way out."""
-    L, _all_columns, first_column, width, contraction = sizes
+    """Four warps: the products of half of every tile, and their way out. Four others have the other half: while these
+    add, the tensor cores multiply for those.
+    """
+    L, _all_columns, _first_column, width, contraction = sizes
     a_ring, w_ring, a_scales, w_scales, full, empty = rings
     t_ring, t_full, t_empty = transposed
     out_ptr, pitch = out
     STAGES: gl.constexpr = a_ring.shape[0]
     SWAP: gl.constexpr = ROWS < 128
     SLOTS: gl.constexpr = t_ring.shape[0]
-    M: gl.constexpr = 128
-    N: gl.constexpr = ROWS if SWAP else TILE
+    M: gl.constexpr = SIDE_ROWS
+    N: gl.constexpr = 64 if ROWS > 64 else ROWS  # of a product: with more, registers do not suffice for two
+    PARTS: gl.constexpr = ROWS // N
     GROUPS: gl.constexpr = N // BLOCK if SQUARE else N
-    PIPELINED: gl.constexpr = SQUARE or N < 128  # else registers do not suffice for two products
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     zeros = gl.zeros([M, N], gl.float32, layout=ACC)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        _expert, row, row_end, col = _tile(tile, ends_L, tables, first_column, width, ROWS, GROUP_M)
-        acc = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
-        SCALES: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+        _expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
+        first = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
+        second = first
+        SCALES: gl.constexpr = gl.SliceLayout(2, first.type.layout)
         for _k in range(0, contraction, STEP):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -229,36 +235,48 @@ def _multiply(
                 w_values = w_ring.index(stage).reshape([TILE, STEP])
             if SWAP:
                 m_values, n_values = w_values, a_ring.index(stage)
-                m_words = w_scales.index(stage).load(gl.SliceLayout(1, SCALES))
-                n_words = a_scales.index(stage).load(gl.SliceLayout(0, SCALES))
+                m_scales, n_scales = w_scales.index(stage), a_scales.index(stage)
             else:
                 m_values, n_values = a_ring.index(stage), w_values
-                m_words = a_scales.index(stage).load(gl.SliceLayout(1, SCALES))
-                n_words = w_scales.index(stage).load(gl.SliceLayout(0, SCALES))
-            product = _product(m_values, n_values, zeros, 0)
-            for j in gl.static_range(4):
-                if PIPELINED and j < 3:
-                    following = _product(m_values, n_values, zeros, j + 1)
-                product = warpgroup_mma_wait(1 if PIPELINED and j < 3 else 0, deps=(product,))
-                if j == 3:
+                m_scales, n_scales = a_scales.index(stage), w_scales.index(stage)
+            m_values = m_values.slice(SIDE * M, M, 0)
+            m_words = m_scales.slice(SIDE * M, M).load(gl.SliceLayout(1, SCALES))
+            product = _product(m_values, n_values.slice(0, N, 0), zeros, 0)
+            for i in gl.static_range(4 * PARTS):
+                if i < 4 * PARTS - 1:
+                    part = n_values.slice((i + 1) % PARTS * N, N, 0)
+                    following = _product(m_values, part, zeros, (i + 1) // PARTS)
+                    product = warpgroup_mma_wait(1, deps=(product,))
+                else:
+                    product = warpgroup_mma_wait(0, deps=(product,))
                     mbarrier.arrive(empty.index(stage))
                     if DGRAD:
                         mbarrier.arrive(t_empty.index(slot))
-                scale = gl.expand_dims(_power(m_words, j), 1) * gl.expand_dims(_power(n_words, j), 0)
-                acc += gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
-                if j < 3:
-                    product = following if PIPELINED else _product(m_values, n_values, zeros, j + 1)
+                n_words = n_scales.slice(i % PARTS * GROUPS, GROUPS).load(gl.SliceLayout(0, SCALES))
+                scale = gl.expand_dims(_power(m_words, i // PARTS), 1) * gl.expand_dims(_power(n_words, i // PARTS), 0)
+                scaled = gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
+                if i % PARTS == 0:
+                    first += scaled
+                else:
+                    second += scaled
+                if i < 4 * PARTS - 1:
+                    product = following
             step += 1
-        result = gl.reshape(acc, [M, N]).to(gl.bfloat16)
-        if SWAP:
-            result = gl.permute(result, (1, 0))
-        _store(result, out_ptr, row, col - first_column, row_end, width, pitch)
+        for part in gl.static_range(PARTS):
+            result = gl.reshape(first if part == 0 else second, [M, N]).to(gl.bfloat16)
+            if SWAP:
+                at = (row, col + SIDE * M)
+                result = gl.permute(result, (1, 0))
+            else:
+                at = (row + SIDE * M, col + part * N)
+            _store(result, out_ptr, at[0], at[1], row_end, width, pitch)
 
 
 @gluon.jit
 def _store(result, out_ptr, row, col, row_end, width, pitch):
     """A tile of BF16 at (row, col), no row from row_end and no column from width."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    LANES: gl.constexpr = result.shape[1] // 8 if result.shape[1] < 128 else 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     result = gl.convert_layout(result, LAYOUT)
     rows = row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -310,14 +328,14 @@ def _rows_times_weight_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
     if DGRAD:
         t_ring = gl.allocate_shared_memory(VALUES, [SLOTS, TILE, STEP], a_desc.layout)
         t_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         t_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(SLOTS):
             mbarrier.init(t_full.index(slot), count=1)
-            mbarrier.init(t_empty.index(slot), count=1)
+            mbarrier.init(t_empty.index(slot), count=2)
         transposed = (t_ring, t_full, t_empty)
     else:
         transposed = (a_ring, full, empty)
@@ -333,11 +351,12 @@ def _rows_times_weight_kernel(
     w = (w_desc, w_scales_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+            (_multiply, (sizes, tables, rings, transposed, out, 0, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+            (_multiply, (sizes, tables, rings, transposed, out, 1, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
             (_produce, (sizes, tables, rings, transposed, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
         ],
-        [4 if DGRAD else 1],
-        [TRANSPOSER_REGISTERS if DGRAD else PRODUCER_REGISTERS],
+        [4, 4 if DGRAD else 1],
+        [MULTIPLIER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -462,5 +481,5 @@ def _rows_times_weight(
         BLOCK_L=max(32, next_power_of_2(L)),
         STAGES=config.num_stages,
         GROUP_M=GROUP_M,
-        num_warps=8,
+        num_warps=4,
     )

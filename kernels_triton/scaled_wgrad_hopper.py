@@ -32,7 +32,7 @@ from .scaled_hopper import BLOCK, _copy_scales, _descriptor, words
 from .wgrad_hopper import _barrier, _load, _tile
 
 STEP = gl.constexpr(64)  # rows: two blocks, half an atom of scales
-SLOTS = gl.constexpr(2)  # of the ring of BF16 tiles
+SLOTS = gl.constexpr(3)  # of the ring of BF16 tiles
 PRODUCER_REGISTERS = gl.constexpr(88)
 GROUP_M = 4
 
@@ -63,15 +63,17 @@ class Config:
 
 
 CONFIGS = {  # 256 columns beside old FP32 values would spill
-    torch.bfloat16: Config(block_n=256, num_stages=4),
-    torch.float32: Config(block_n=128, num_stages=6),
+    torch.bfloat16: Config(block_n=256, num_stages=3),
+    torch.float32: Config(block_n=128, num_stages=4),
 }
 
 
 @gluon.jit
 def _convert_tile(to, values, words, step):
     """Two blocks of 32 rows, the first or second half of an atom, as BF16 with the scales of their columns."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
+    ACROSS: gl.constexpr = values.shape[1] // 128  # warps side by side
+    DOWN: gl.constexpr = gl.num_warps() // ACROSS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK // DOWN, 4], [1, 32], [DOWN, ACROSS], [1, 0])
     column_words = words.load(gl.SliceLayout(0, LAYOUT)) >> (step % 2 * 16)
     for block in gl.static_range(STEP // BLOCK):
         code = (column_words >> (8 * block)) & 0xFF
@@ -123,7 +125,7 @@ def _produce(sizes, row_start_ptr, rings, converted, dy, x, GROUP_M: gl.constexp
                 part_ptr = x_row_ptr + gl.where(n + part * 128 < K, part * 32 * scale_cols, 0)
                 _copy_scales(x_scales.index(stage).slice(part * 128, 128, 0), part_ptr + row // 128 * 128, 0, 1)
             async_copy.mbarrier_arrive(full.index(stage))
-            _barrier()  # of the arrivals of all four warps, which count on the one that follows
+            _barrier()  # of the arrivals of all warps, which count on the one that follows
             mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
             _load(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
             _load(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
@@ -147,13 +149,15 @@ def _multiply(sizes, row_start_ptr, converted, out_ptr, ACCUMULATE: gl.constexpr
         delay(tile)
         expert, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=ACC)
-        for _row in range(row_start, row_end, STEP):
+        for row in range(row_start, row_end, STEP):
             slot = step % SLOTS
             mbarrier.wait(c_full.index(slot), step // SLOTS & 1)
             acc = warpgroup_mma(dy_tiles.index(slot).permute((1, 0)), x_tiles.index(slot), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(c_empty.index(slot))
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(c_empty.index((step + SLOTS - 1) % SLOTS), pred=row > row_start)
             step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(c_empty.index((step + SLOTS - 1) % SLOTS), pred=row_start < row_end)
         if row_start < row_end or not ACCUMULATE:
             rows = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ACC))
             cols = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, ACC))
