@@ -79,6 +79,45 @@ def spread(turn, num_blocks, parts):
 
 
 @triton.jit
+def column_shares(num_turns, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Items that share the columns of a block of rows, and columns of each: one item takes all of them, unless that
+    leaves programs without an item.
+
+    Example: 3 turns of 7168 columns by 1024 are 2 items each for 8 programs, of 4096 columns, and 1 for 5 programs.
+    """
+    NUM_CHUNKS: tl.constexpr = (WIDTH + BLOCK_D - 1) // BLOCK_D
+    idle = tl.num_programs(0) // tl.maximum(num_turns, 1)
+    chunks = tl.cdiv(NUM_CHUNKS, tl.minimum(tl.maximum(idle, 1), NUM_CHUNKS))
+    return tl.cdiv(NUM_CHUNKS, chunks), chunks * BLOCK_D
+
+
+@triton.jit
+def pull_pair_scores(
+    first,
+    count,
+    src,
+    num_slots,
+    pair_rows_ptr,
+    row_to_slot_ptr,
+    scores_table_ptr,
+    row_scores_ptr,
+    K2: tl.constexpr,
+):
+    """Pull the scores of all routes of pairs of source ranks src at once, to the rows of this rank.
+
+    Any thread of the program may read them afterwards. Programs that share the columns of a block write the same.
+    """
+    k = tl.arange(0, K2)[None, :]
+    here = k < count[:, None]
+    row = tl.load(pair_rows_ptr + first[:, None] + k, mask=here, other=0)
+    own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - (src * num_slots)[:, None]
+    scores_ptrs = peer_pointers(scores_table_ptr, src, 0, count > 0, tl.float32, 4)
+    score = tl.load(scores_ptrs[:, None] + own_slot, mask=here, other=0.0)
+    tl.store(row_scores_ptr + row, score, mask=here)
+    tl.debug_barrier()
+
+
+@triton.jit
 def pair_block(pair, num_pairs, num_routes, pair_start_ptr):
     """First entry in pair_rows_R and number of rows of each pair; 0 rows past the last pair.
 

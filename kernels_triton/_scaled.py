@@ -59,15 +59,11 @@ def e2m1_codes(v):
     Example: 0.25 -> 0, 0.75 -> 2 (1.0), 2.5 -> 4 (2.0), 3.5 -> 6 (4.0), 5.0 -> 6, -7 -> 15 (-6).
     """
     bits = bits_of(v)
-    magnitude = bits & MAGNITUDE
-    code = (magnitude > 0x3E800000).to(tl.int32)  # 0.25, which is between 0 and 0.5
-    code += (magnitude >= 0x3F400000).to(tl.int32)  # 0.75
-    code += (magnitude > 0x3FA00000).to(tl.int32)  # 1.25
-    code += (magnitude >= 0x3FE00000).to(tl.int32)  # 1.75
-    code += (magnitude > 0x40200000).to(tl.int32)  # 2.5
-    code += (magnitude >= 0x40600000).to(tl.int32)  # 3.5
-    code += (magnitude > 0x40A00000).to(tl.int32)  # 5
-    sign = tl.where(magnitude > INFINITY, 0, (bits >> 28) & 8)
+    magnitude = tl.minimum(bits & MAGNITUDE, 0x40C00000)  # 6
+    below_1 = bits_of(fp32_of(magnitude) + 4194304.0) & 3  # 2^22, whose unit is 0.5: rounded by the addition
+    from_1 = (magnitude + 0x1FFFFF + ((magnitude >> 22) & 1) - 0x3F000000) >> 22  # to one bit of mantissa
+    code = tl.where(magnitude < 0x3F800000, below_1, from_1)
+    sign = tl.where((bits & MAGNITUDE) > INFINITY, 0, (bits >> 28) & 8)
     return (code | sign).to(tl.uint8)
 
 

@@ -21,7 +21,18 @@ from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay
 from ._launch import launched
-from ._rows import column_window, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import (
+    column_shares,
+    column_window,
+    num_parts,
+    pair_block,
+    peer_pointers,
+    pick_row_tile,
+    row_grid,
+    spread,
+)
+
+UNROLL = tl.constexpr(3)  # rows of a pair that are loaded together
 
 
 @launched
@@ -44,7 +55,7 @@ def _combine_routes(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Every row to the slot it came from: program p takes the blocks p, p + programs, ... of ROWS rows.
+    """Every row to its slot: program p takes the items p, p + programs, ..., shares of blocks of ROWS rows.
 
     Example (W = 1, T_max = 3, K = 2): rows [1, 2, 3, 4, 5] (D = 1) and row_to_slot = [0, 5, 1, 2, 4] give
     outputs [[1, 3], [4, untouched], [5, 2]].
@@ -56,21 +67,25 @@ def _combine_routes(
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
     parts = num_parts(num_blocks, sources)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_d = item % shares * columns
+        delay(item)
         row = block * ROWS + tl.arange(0, ROWS)
         slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
         in_use = slot >= 0
         src = slot // num_slots
         own_slot = slot - src * num_slots
         if score_grads_table_ptr is not None:
-            grad = tl.load(row_score_grads_ptr + row, mask=in_use, other=0.0)
-            tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, in_use, tl.float32, 4), grad, mask=in_use)
+            once = in_use & (first_d == 0)
+            grad = tl.load(row_score_grads_ptr + row, mask=once, other=0.0)
+            tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, once, tl.float32, 4), grad, mask=once)
         offset = own_slot.to(tl.int64) * D + first_column
         out_ptrs = peer_pointers(outputs_table_ptr, src, offset, in_use, tl.bfloat16, 16)
         row_ptrs = rows_ptr + (start + row) * PITCH
-        for d in range(0, WIDTH, BLOCK_D):
+        for d in range(first_d, tl.minimum(first_d + columns, WIDTH), BLOCK_D):
             mask = in_use[:, None] & (d + offs_d < WIDTH)[None, :]
             value = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask)
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
@@ -102,7 +117,7 @@ def _combine_pairs(
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One row a pair: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+    """One row a pair: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
     Example (the tables of RoutePlan's docstring): rows [1, 2, 3, 4, 5] (D = 1), row_scores [1, 5, 2, 3, 4] give
     outputs [[7], [12], [30]]: token 0 has rows 0 and 2, 1 * 1 + 2 * 3; token 2 rows 4 and 1, 4 * 5 + 5 * 2.
@@ -115,9 +130,12 @@ def _combine_pairs(
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
     parts = num_parts(num_blocks, W)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_d = item % shares * columns
+        delay(item)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
         first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
@@ -127,24 +145,33 @@ def _combine_pairs(
         own_output = (output - src * num_outputs).to(tl.int64)
         if score_grads_table_ptr is not None:
             for i in range(most):
-                here = i < count
+                here = (i < count) & (first_d == 0)
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
                 own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * num_slots
                 grad = tl.load(row_score_grads_ptr + row, mask=here, other=0.0)
                 tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, here, tl.float32, 4), grad, mask=here)
         out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D + first_column, in_use, tl.bfloat16, 16)
-        for d in range(0, WIDTH, BLOCK_D):
+        for d in range(first_d, tl.minimum(first_d + columns, WIDTH), BLOCK_D):
             mask_d = (d + offs_d < WIDTH)[None, :]
             acc = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
-            for i in range(most):
-                here = i < count
-                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                row_ptrs = rows_ptr + (start + row) * PITCH
-                mask = here[:, None] & mask_d
-                term = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0).to(tl.float32)
-                if row_scores_ptr is not None:
-                    term = tl.load(row_scores_ptr + row, mask=here, other=0.0)[:, None] * term
-                acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
+            for i in range(0, most, UNROLL):
+                rows = ()
+                for j in tl.static_range(UNROLL):
+                    rows += (tl.load(pair_rows_ptr + first + i + j, mask=i + j < count, other=0),)
+                terms = ()
+                scores = ()
+                for j in tl.static_range(UNROLL):
+                    here = i + j < count
+                    row_ptrs = rows_ptr + (start + rows[j]) * PITCH
+                    mask = here[:, None] & mask_d
+                    terms += (tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0),)
+                    if row_scores_ptr is not None:
+                        scores += (tl.load(row_scores_ptr + rows[j], mask=here, other=0.0),)
+                for j in tl.static_range(UNROLL):
+                    term = terms[j].to(tl.float32)
+                    if row_scores_ptr is not None:
+                        term = scores[j][:, None] * term
+                    acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
 
 

@@ -7,17 +7,36 @@ is written as zeros, by select; dy is moved as it is. Of a window of columns tho
 of the rows. Rows of padding (slot -1) are neither read nor written.
 
 Per route, each row is pulled; de-duplicated, each (source rank, token) is pulled once and written to all its rows. Both
-give the same bits. Grid: persistent programs over blocks of rows (of pairs), a block at a time in tiles of RowTile.
+give the same bits. Grid: persistent programs over blocks of rows (of pairs), or shares of their columns, in tiles of
+RowTile. What has to come from a peer is asked for before anything waits for it.
 """
 
 import triton
 import triton.language as tl
 
+from dist_moe.shapes import next_power_of_2
+
 from ._device import delay
 from ._launch import launched
-from ._rows import column_window, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import (
+    column_shares,
+    column_window,
+    num_parts,
+    pair_block,
+    peer_pointers,
+    pick_row_tile,
+    pull_pair_scores,
+    row_grid,
+    spread,
+)
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
+
+
+@triton.jit
+def _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D: tl.constexpr):
+    d = first_d + tl.arange(0, BLOCK_D)
+    return tl.load(x_ptrs[:, None] + d[None, :], mask=in_use[:, None] & (d < end_d)[None, :], other=0.0)
 
 
 @launched
@@ -42,7 +61,7 @@ def _dispatch_routes(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
+    """Rows one by one: program p takes the items p, p + programs, ..., shares of blocks of ROWS rows.
 
     Example (W = 1, T_max = 3, K = 2): tokens [10, 20, 30] (D = 1), scores [[1, 2], [3, 0], [4, 5]] and
     row_to_slot = [0, 5, 1, 2, 4] give rows [10, 30, 10, 20, 30] and row_scores [1, 5, 2, 3, 4].
@@ -54,9 +73,13 @@ def _dispatch_routes(
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
     parts = num_parts(num_blocks, sources)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_d = item % shares * columns
+        end_d = tl.minimum(first_d + columns, WIDTH)
+        delay(item)
         row = block * ROWS + tl.arange(0, ROWS)
         slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
         in_use = slot >= 0
@@ -64,17 +87,18 @@ def _dispatch_routes(
         own_slot = slot - src * (T_max * K)
         score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, in_use, tl.float32, 4)
         score = tl.load(score_ptrs, mask=in_use, other=0.0)
-        tl.store(row_scores_ptr + row, score, mask=in_use)
-        alive = in_use
-        if HALF == 0:
-            alive = in_use & (score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)
         token = HALF * T_max + own_slot // K
         x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
+        x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
+        tl.store(row_scores_ptr + row, score, mask=in_use & (first_d == 0))
+        dead = in_use & (score.to(tl.int32, bitcast=True) == NEGATIVE_ZERO)
         row_ptrs = rows_ptr + (start + row) * PITCH
-        for d in range(0, WIDTH, BLOCK_D):
-            mask_d = (d + offs_d < WIDTH)[None, :]
-            x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=alive[:, None] & mask_d, other=0.0)
-            tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & mask_d)
+        for d in range(first_d, end_d, BLOCK_D):
+            next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
+            if HALF == 0:
+                x = tl.where(dead[:, None], 0.0, x)
+            tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & (d + offs_d < end_d)[None, :])
+            x = next_x
 
 
 @launched
@@ -96,6 +120,7 @@ def _dispatch_pairs(
     first_column,
     HALF: tl.constexpr,  # 0: x, 1: dy
     K: tl.constexpr,
+    K2: tl.constexpr,  # K rounded up to a power of two
     J: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # columns that move
@@ -104,7 +129,7 @@ def _dispatch_pairs(
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+    """Pairs one by one: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
     Example: the tables of RoutePlan's docstring with the data of _dispatch_routes. Pair 2 is token 2 (30): pulled once,
     stored to its rows 4 and 1, whose scores 4 and 5 come from slots (2, 0) and (2, 1).
@@ -117,9 +142,13 @@ def _dispatch_pairs(
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
     parts = num_parts(num_blocks, W)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_d = item % shares * columns
+        end_d = tl.minimum(first_d + columns, WIDTH)
+        delay(item)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
         first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
@@ -127,17 +156,14 @@ def _dispatch_pairs(
         output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
         src = output // (T_max * J)
         token = HALF * T_max + (output - src * (T_max * J)) // J
-        for i in range(most):
-            here = i < count
-            row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-            own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * (T_max * K)
-            score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, here, tl.float32, 4)
-            tl.store(row_scores_ptr + row, tl.load(score_ptrs, mask=here, other=0.0), mask=here)
-        tl.debug_barrier()  # below, any thread of this program reads the scores that another one stored
         x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
-        for d in range(0, WIDTH, BLOCK_D):
-            mask_d = (d + offs_d < WIDTH)[None, :]
-            x = tl.load(x_ptrs[:, None] + (d + offs_d)[None, :], mask=in_use[:, None] & mask_d, other=0.0)
+        x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
+        pull_pair_scores(
+            first, count, src, T_max * K, pair_rows_ptr, row_to_slot_ptr, scores_table_ptr, row_scores_ptr, K2
+        )
+        for d in range(first_d, end_d, BLOCK_D):
+            mask_d = (d + offs_d < end_d)[None, :]
+            next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
             for i in range(most):
                 here = i < count
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
@@ -147,6 +173,7 @@ def _dispatch_pairs(
                     value = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
                 row_ptrs = rows_ptr + (start + row) * PITCH
                 tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=here[:, None] & mask_d)
+            x = next_x
 
 
 def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, columns=None, num_sms=None):
@@ -170,7 +197,7 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
         J = min(K, W)
         _dispatch_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, plan.num_routes_1, *into,
-            HALF=half, K=K, J=J, PAIRS=tile.rows, W=W, **widths, **tile.options,
+            HALF=half, K=K, K2=next_power_of_2(K), J=J, PAIRS=tile.rows, W=W, **widths, **tile.options,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](

@@ -6,8 +6,8 @@
 
 formats.packed_row_parts says where they lie in a wire row. Order and rule are dispatch's: it runs after the wait on
 PUBLISHED, a row whose published score is -0.0 becomes zeros in all three, and rows of padding are neither read nor
-written. Per route and de-duplicated give the same bits. Grid: persistent programs over blocks of rows (of pairs).
-Wire rows and values are moved as words of 32 bits, four scales one.
+written. Per route and de-duplicated give the same bits. Grid: persistent programs over blocks of rows (of pairs), or
+shares of their values. Wire rows and values are moved as words of 32 bits, four scales one.
 """
 
 import torch
@@ -21,7 +21,17 @@ from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay
 from ._launch import launched
-from ._rows import RowTile, num_parts, pair_block, peer_pointers, pick_row_tile, row_grid, spread
+from ._rows import (
+    RowTile,
+    column_shares,
+    num_parts,
+    pair_block,
+    peer_pointers,
+    pick_row_tile,
+    pull_pair_scores,
+    row_grid,
+    spread,
+)
 from ._scaled import blocked_offset
 from .dispatch import NEGATIVE_ZERO
 
@@ -56,6 +66,13 @@ def _load_outer(half_ptrs, mask):
     return low | (tl.load(half_ptrs + 1, mask=mask, other=0).to(tl.int32) << 16)
 
 
+@triton.jit
+def _load_values(wire_ptrs, mask, first, end, BLOCK_V: tl.constexpr):
+    """Words of values from the first on."""
+    word = first + tl.arange(0, BLOCK_V)
+    return tl.load(wire_ptrs[:, None] + word[None, :], mask=mask[:, None] & (word < end)[None, :], other=0)
+
+
 @launched
 @triton.jit(do_not_specialize=["sources"])
 def _dispatch_packed_routes(
@@ -81,7 +98,7 @@ def _dispatch_packed_routes(
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Rows one by one: program p takes the blocks p, p + programs, ... of ROWS rows.
+    """Rows one by one: program p takes the items p, p + programs, ..., shares of blocks of ROWS rows.
 
     Example (e4m3, D = 96, so wire rows of 96 + 3 bytes, padded to 112; row 33 is of a token with the scales 7 8 9):
     bytes 20 to 23 of the first atom are 7 8 9 0.
@@ -94,9 +111,13 @@ def _dispatch_packed_routes(
     offs_v = tl.arange(0, BLOCK_V)
     num_blocks = tl.cdiv(num_rows, ROWS)
     parts = num_parts(num_blocks, sources)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, words = column_shares(num_turns, VALUE_WORDS, BLOCK_V)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_v = item % shares * words
+        end_v = tl.minimum(first_v + words, VALUE_WORDS)
+        delay(item)
         row = block * ROWS + tl.arange(0, ROWS)
         slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
         real = slot >= 0
@@ -104,21 +125,25 @@ def _dispatch_packed_routes(
         own_slot = slot - src * (T_max * K)
         token = (own_slot // K).to(tl.int64)
         wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), real, tl.int32, 16)
+        once = real & (first_v == 0)  # what is not values
         score = tl.load(peer_pointers(scores_table_ptr, src, own_slot, real, tl.float32, 4), mask=real, other=0.0)
-        tl.store(row_scores_ptr + row, score, mask=real)
-        alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-        scales = _load_scales(wire_ptrs, real, VALUE_WORDS, NUM_SCALES, BLOCK_S)
-        _store_scales(scales, row, alive, real, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+        values = _load_values(wire_ptrs, real, first_v, end_v, BLOCK_V)
+        scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
-            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, real, tl.int16, 2), real)
+            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, once, tl.int16, 2), once)
+        alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+        tl.store(row_scores_ptr + row, score, mask=once)
+        _store_scales(scales, row, alive, once, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+        if outer_inv_ptr is not None:
             outer_ptrs = outer_inv_ptr + tl.load(outer_inv_start_ptr) + row
-            tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=real)
+            tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=once)
         value_ptrs = values_ptr + (start + row) * VALUE_WORDS
-        for v in range(0, VALUE_WORDS, BLOCK_V):
-            mask = real[:, None] & (v + offs_v < VALUE_WORDS)[None, :]
-            values = tl.load(wire_ptrs[:, None] + (v + offs_v)[None, :], mask=mask, other=0)
+        for v in range(first_v, end_v, BLOCK_V):
+            next_values = _load_values(wire_ptrs, real, v + BLOCK_V, end_v, BLOCK_V)
+            mask = real[:, None] & (v + offs_v < end_v)[None, :]
             tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], tl.where(alive[:, None], values, 0), mask=mask)
+            values = next_values
 
 
 @launched
@@ -142,6 +167,7 @@ def _dispatch_packed_pairs(
     stop_ptr,  # int64
     T_max,
     K: tl.constexpr,
+    K2: tl.constexpr,  # K rounded up to a power of two
     J: tl.constexpr,
     W: tl.constexpr,
     WIRE_BYTES: tl.constexpr,
@@ -151,7 +177,7 @@ def _dispatch_packed_pairs(
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Pairs one by one: program p takes the blocks p, p + programs, ... of PAIRS pairs.
+    """Pairs one by one: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
     Example: the tables of RoutePlan's docstring. Pair 2 is token 2: its wire row is pulled once, and stored to its rows
     of experts 1 and 0, with the scores of slots (2, 0) and (2, 1).
@@ -165,9 +191,13 @@ def _dispatch_packed_pairs(
     offs_v = tl.arange(0, BLOCK_V)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
     parts = num_parts(num_blocks, W)
-    for turn in range(tl.program_id(0), parts * tl.cdiv(num_blocks, parts), tl.num_programs(0)):
-        block = spread(turn, num_blocks, parts)
-        delay(block)
+    num_turns = parts * tl.cdiv(num_blocks, parts)
+    shares, words = column_shares(num_turns, VALUE_WORDS, BLOCK_V)
+    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+        block = spread(item // shares, num_blocks, parts)
+        first_v = item % shares * words
+        end_v = tl.minimum(first_v + words, VALUE_WORDS)
+        delay(item)
         pair = block * PAIRS + tl.arange(0, PAIRS)
         in_use = pair < num_pairs
         first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
@@ -176,25 +206,28 @@ def _dispatch_packed_pairs(
         src = output // (T_max * J)
         token = ((output - src * (T_max * J)) // J).to(tl.int64)
         wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), in_use, tl.int32, 16)
-        scales = _load_scales(wire_ptrs, in_use, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+        once = in_use & (first_v == 0)  # what is not values
+        values = _load_values(wire_ptrs, in_use, first_v, end_v, BLOCK_V)
+        scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
-            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, in_use, tl.int16, 2), in_use)
-        for i in range(most):
-            here = i < count
-            row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-            own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * (T_max * K)
-            score = tl.load(peer_pointers(scores_table_ptr, src, own_slot, here, tl.float32, 4), mask=here, other=0.0)
-            tl.store(row_scores_ptr + row, score, mask=here)
-            alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-            _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
-            if outer_inv_ptr is not None:
-                outer_ptrs = outer_inv_ptr + tl.load(outer_inv_start_ptr) + row
-                tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=here)
-        tl.debug_barrier()  # below, any thread of this program reads the scores that another one stored
-        for v in range(0, VALUE_WORDS, BLOCK_V):
-            mask_v = (v + offs_v < VALUE_WORDS)[None, :]
-            values = tl.load(wire_ptrs[:, None] + (v + offs_v)[None, :], mask=in_use[:, None] & mask_v, other=0)
+            outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, once, tl.int16, 2), once)
+            outer_inv_start = tl.load(outer_inv_start_ptr)
+        pull_pair_scores(
+            first, count, src, T_max * K, pair_rows_ptr, row_to_slot_ptr, scores_table_ptr, row_scores_ptr, K2
+        )
+        if first_v == 0:
+            for i in range(most):
+                here = i < count
+                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+                score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
+                alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+                _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+                if outer_inv_ptr is not None:
+                    tl.store(outer_inv_ptr + outer_inv_start + row, tl.where(alive, outer_inv, 0), mask=here)
+        for v in range(first_v, end_v, BLOCK_V):
+            mask_v = (v + offs_v < end_v)[None, :]
+            next_values = _load_values(wire_ptrs, in_use, v + BLOCK_V, end_v, BLOCK_V)
             for i in range(most):
                 here = i < count
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
@@ -203,6 +236,7 @@ def _dispatch_packed_pairs(
                 value_ptrs = values_ptr + (start + row) * VALUE_WORDS
                 value = tl.where(alive[:, None], values, 0)
                 tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], value, mask=here[:, None] & mask_v)
+            values = next_values
 
 
 def pick_tile(format: formats.Format, width: int) -> RowTile:
@@ -246,7 +280,7 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1, plan.num_routes_1)
         _dispatch_packed_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, *into, T_max,
-            K=K, J=min(K, W), W=W, PAIRS=tile.rows, **options,
+            K=K, K2=next_power_of_2(K), J=min(K, W), W=W, PAIRS=tile.rows, **options,
         )  # fmt: skip
     else:
         num_rows_1, sources = plan.row_start_P[-1:], W * plan.num_local_experts

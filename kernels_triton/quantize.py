@@ -6,8 +6,8 @@
 
 reference_formats has the exact formulas, _scaled.py their arithmetic.
 
-Grid: persistent over tiles of rows and columns, an item being whole rows where they have an outer scale; weights have
-a program a tile. Reads and writes local memory only; no barrier before or after it.
+Grid: persistent over tiles of rows and columns, a tile being a whole row where it has an outer scale; weights have a
+program a tile. Reads and writes local memory only; no barrier before or after it.
 """
 
 import functools
@@ -49,6 +49,7 @@ class Config:
     block_r: int  # rows of a tile; divides 128, so that a tile lies in one expert and in one row of atoms
     block_c: int  # columns; for blocked scales of rows a multiple of the columns of an atom
     num_warps: int
+    parts: int = 1  # of a tile of rows, side by side, of block_c columns each
     registers: int = 128  # of a thread: what two programs of 8 warps, or one of 16, have on an SM
 
     @property
@@ -62,9 +63,15 @@ class Config:
 def pick_config(op: str, width: int = 0, two_level: bool = False) -> Config:
     """Tiles by op; width is that of a row, and 0 where nothing depends on it.
 
-    Rows: 4096 elements, 16 a thread, of whole rows as far as they reach. Columns: the rows of an atom's four scale
-    columns by 64 columns. Weights: half an atom of row scales, 64 elements a thread and no wait for more warps.
+    Rows: 4096 elements, 16 a thread, of whole rows as far as they reach. With outer scales a tile is one row, so that
+    few rows are many programs: 8 elements of each part a thread, up to 16 warps and four parts, which are 16384
+    elements; a longer row takes several tiles. Columns: the rows of an atom's four scale columns by 64 columns.
+    Weights: half an atom of row scales, 64 elements a thread and no wait for more warps.
     """
+    if op == "quantize_rows" and two_level:
+        warps = min(next_power_of_2(cdiv(width, 768)), 16)
+        block_c = 256 * warps
+        return Config(block_r=1, block_c=block_c, num_warps=warps, parts=min(cdiv(width, block_c), 4))
     if op == "quantize_rows":
         block_c = min(max(next_power_of_2(width), 128), 1024)
         return Config(block_r=4096 // block_c, block_c=block_c, num_warps=8)
@@ -95,6 +102,14 @@ def _end_of_rows(first, R, row_start_ptr, num_rows_ptr, L, BLOCK_L: tl.constexpr
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _load_rows(row_ptrs, real, col, C, stride_c, BLOCK_C: tl.constexpr):
+    """Columns from col on; zeros where a row is not real, or no column."""
+    cols = col + tl.arange(0, BLOCK_C)
+    ptrs = row_ptrs[:, None] + cols.to(tl.int64)[None, :] * stride_c
+    return tl.load(ptrs, mask=real[:, None] & (cols < C)[None, :], other=0.0)
+
+
 @launched
 @triton.jit(do_not_specialize=["R"])  # no number of rows compiles anything
 def _quantize_rows(
@@ -122,14 +137,17 @@ def _quantize_rows(
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Item i is a tile of BLOCK_R rows by BLOCK_C columns; with outer scales it is BLOCK_R rows, read twice.
+    """Item i is a tile of BLOCK_R rows by PARTS times BLOCK_C columns. An outer scale is of a whole row: what lies in
+    other tiles of the row is read for its magnitude too.
 
     Example (e4m3, two rows of 32): amax 448 and 960 give scales 127 and 129; of the second row 957 becomes 240, code
     0x77. In blocked order they are bytes 0 and 16 of an atom whose other 510 bytes are 0.
     """
     NUM_SCALES: tl.constexpr = BLOCK_C // BLOCK
-    num_chunks = tl.cdiv(C, BLOCK_C)
+    BYTES: tl.constexpr = BLOCK_C // VALUES_PER_BYTE
+    num_tiles = tl.cdiv(C, PARTS * BLOCK_C)  # of a row
     S = C // BLOCK
     padded_S = tl.cdiv(S, ATOM_C) * ATOM_C
     rows_end = R
@@ -138,47 +156,47 @@ def _quantize_rows(
     padded_end = rows_end
     if BLOCKED:
         padded_end = tl.cdiv(rows_end, ATOM_R) * ATOM_R
-    chunks_of_item = 1
-    if TWO_LEVEL:
-        chunks_of_item = num_chunks
-    items_of_rows = num_chunks // chunks_of_item
-    for item in tl.range(tl.program_id(0), tl.cdiv(padded_end, BLOCK_R) * items_of_rows, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.cdiv(padded_end, BLOCK_R) * num_tiles, tl.num_programs(0)):
         delay(item)
-        first_row = item // items_of_rows * BLOCK_R
-        first_chunk = item % items_of_rows
-        real_end = _end_of_rows(first_row, R, row_start_ptr, num_rows_ptr, L, BLOCK_L)
+        first_row = item // num_tiles * BLOCK_R
+        first_col = item % num_tiles * (PARTS * BLOCK_C)
         rows = first_row + tl.arange(0, BLOCK_R)
         rows_64 = rows.to(tl.int64)
         mask_r = rows < rows_end
+        real = rows < _end_of_rows(first_row, R, row_start_ptr, num_rows_ptr, L, BLOCK_L)
         row_ptrs = x_ptr + rows_64 * x_stride_r
+        amax = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)  # of columns BLOCK_C apart
+        if TWO_LEVEL:
+            for part in range(PARTS, num_tiles * PARTS):
+                col = tl.multiple_of((first_col + part * BLOCK_C) % (num_tiles * PARTS * BLOCK_C), BLOCK_C)
+                x = _load_rows(row_ptrs, real, col, C, x_stride_c, BLOCK_C)
+                amax = tl.maximum(amax, bits_of(x.to(tl.float32)) & MAGNITUDE)
+        tile = ()
+        for part in tl.static_range(PARTS):
+            x = _load_rows(row_ptrs, real, first_col + part * BLOCK_C, C, x_stride_c, BLOCK_C)
+            tile += (x,)
         outer = tl.full((BLOCK_R, 1), 1.0, tl.float32)
         if TWO_LEVEL:
-            amax_R = tl.zeros((BLOCK_R,), tl.int32)
-            for chunk in range(num_chunks):
-                cols = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-                mask = (rows < real_end)[:, None] & (cols < C)[None, :]
-                x = tl.load(row_ptrs[:, None] + cols.to(tl.int64)[None, :] * x_stride_c, mask=mask, other=0.0)
-                amax_R = tl.maximum(amax_R, tl.max(bits_of(x.to(tl.float32)) & MAGNITUDE, axis=1))
-            outer_R = outer_scale(amax_R, EPS)
-            outer_inv = bits_of(one_nan(tl.div_rn(1.0, outer_R)))
-            outer_ptrs = outer_inv_ptr + rows_64 * outer_stride
-            tl.store(outer_ptrs, outer_inv.to(tl.int16), mask=mask_r)
-            tl.store(outer_ptrs + 1, (outer_inv >> 16).to(tl.int16), mask=mask_r)
+            for part in tl.static_range(PARTS):
+                amax = tl.maximum(amax, bits_of(tile[part].to(tl.float32)) & MAGNITUDE)
+            outer_R = outer_scale(tl.max(amax, axis=1), EPS)
+            if first_col == 0:
+                outer_inv = bits_of(one_nan(tl.div_rn(1.0, outer_R)))
+                outer_ptrs = outer_inv_ptr + rows_64 * outer_stride
+                tl.store(outer_ptrs, outer_inv.to(tl.int16), mask=mask_r)
+                tl.store(outer_ptrs + 1, (outer_inv >> 16).to(tl.int16), mask=mask_r)
             outer = outer_R[:, None]
-        for chunk in range(first_chunk, first_chunk + chunks_of_item):
-            cols = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-            mask = (rows < real_end)[:, None] & (cols < C)[None, :]
-            x = tl.load(row_ptrs[:, None] + cols.to(tl.int64)[None, :] * x_stride_c, mask=mask, other=0.0)
-            blocks = tl.reshape(x.to(tl.float32), (BLOCK_R, NUM_SCALES, BLOCK))
+        for part in tl.static_range(PARTS):
+            col = first_col + part * BLOCK_C
+            blocks = tl.reshape(tile[part].to(tl.float32), (BLOCK_R, NUM_SCALES, BLOCK))
             codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
             codes = tl.reshape(codes, (BLOCK_R, BLOCK_C))
             if VALUES_PER_BYTE == 2:
                 codes = pack_pairs(codes, BLOCK_R, BLOCK_C)
-            BYTES: tl.constexpr = BLOCK_C // VALUES_PER_BYTE
-            byte = chunk * BYTES + tl.arange(0, BYTES)
+            byte = col // VALUES_PER_BYTE + tl.arange(0, BYTES)
             value_ptrs = values_ptr + rows_64[:, None] * values_stride + byte[None, :]
             tl.store(value_ptrs, codes, mask=mask_r[:, None] & (byte < C // VALUES_PER_BYTE)[None, :])
-            s = chunk * NUM_SCALES + tl.arange(0, NUM_SCALES)
+            s = col // BLOCK + tl.arange(0, NUM_SCALES)
             inside = mask_r[:, None] & (s < S)[None, :]
             if BLOCKED:
                 offsets = blocked_offset(rows[:, None], s[None, :], padded_S)
@@ -392,9 +410,9 @@ def _expert_block(num_rows_L: Tensor | None) -> int:
 
 def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_start_P, num_rows_L, num_sms, config):
     R, C = x_RC.shape
-    config = config or pick_config("quantize_rows", C)
+    config = config or pick_config("quantize_rows", C, format.two_level)
     padded_R = align(R, config.block_r if not blocked else formats.SCALE_ATOM[0])
-    num_items = cdiv(padded_R, config.block_r) * (1 if format.two_level else cdiv(C, config.block_c))
+    num_items = cdiv(padded_R, config.block_r) * cdiv(C, config.parts * config.block_c)
     _quantize_rows[_grid(num_items, x_RC.device, num_sms)](
         x_RC,
         values,
@@ -417,6 +435,7 @@ def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_sta
         BLOCK_L=_expert_block(num_rows_L),
         BLOCK_R=config.block_r,
         BLOCK_C=config.block_c,
+        PARTS=config.parts,
         **config.options,
     )
 

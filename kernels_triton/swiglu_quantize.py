@@ -6,11 +6,13 @@
               h2, not multiplied by the score, quantised by columns, for W2's gradient, whose dy has the score
 
 Formulas in swiglu.py, formats in _scaled.py. Rows of padding come last in an expert and experts begin at multiples of
-128 rows, so a tile whose first row is padding holds nothing else. What h1 and g2 hold there is never read.
+128 rows. What h1 and g2 hold there is never read.
 
-Grid: persistent. Reads and writes local memory only; no barrier before or after it.
+Grid: persistent; forward over tiles of real rows, so that padding costs nothing. Reads and writes local memory only; no
+barrier before or after it.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from dist_moe import formats
 from dist_moe.formats import Format
 from dist_moe.quantized import Bundle, check_swiglu_backward_quantize, check_swiglu_quantize
+from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
@@ -38,6 +41,7 @@ from ._scaled import (
     quantise,
     value_codes,
 )
+from ._scaled_operands import row_tile, row_tile_ends
 from .swiglu import gate_up, gate_up_grads
 
 PADDING_SCALE = tl.constexpr(formats.PADDING_SCALE)
@@ -46,8 +50,9 @@ GROUP = tl.constexpr(8)  # consecutive columns of a thread in a block that is qu
 
 @dataclass(frozen=True)
 class Config:
-    block_r: int  # rows of a tile; divides 128
-    block_f: int  # columns of a tile, per half of h1; in forward a multiple of the 128 of an atom of row scales
+    block_r: int  # rows of a tile; divides 32
+    block_f: int  # columns of a part of a tile, per half of h1; in forward a multiple of the 128 of an atom
+    parts: int = 1  # of a tile, side by side: their registers are live one after the other
     num_warps: int = 8
     programs_per_sm: int = 2
 
@@ -59,18 +64,22 @@ class Config:
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": registers}
 
 
-# Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Two-level formats read whole rows
-# twice and serve inference, where an expert may have few rows: short tiles spread them. Backward: three quantised
-# matrices leave registers for 8 elements a thread.
-CONFIGS = {
-    "rows": Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8),
-    "rows_two_level": Config(block_r=8, block_f=512),
-    "backward": Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4),
-}
+# Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Backward: three quantised matrices
+# leave registers for 8 elements a thread.
+FORWARD = Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8)
+BACKWARD = Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4)
+MAX_PARTS = 4
 
 
-def pick_config(kind: str) -> Config:
-    return CONFIGS[kind]
+@functools.cache
+def pick_forward(F: int, two_level: bool) -> Config:
+    """Two-level formats scale by the whole row, so that a tile is one row, 8 elements of each part a thread. Up to 16
+    warps and four parts, which are 16384 elements; a longer row takes several tiles."""
+    if not two_level:
+        return FORWARD
+    warps = min(next_power_of_2(cdiv(F, 768)), 16)
+    block_f = 256 * warps
+    return Config(1, block_f, min(cdiv(F, block_f), MAX_PARTS), warps, programs_per_sm=20 // warps)
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -196,13 +205,18 @@ def _fill_column_atoms(block, C, scales_ptr, num_blocks):
 
 
 @triton.jit
-def _act(h1_ptr, real, cols, F, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: tl.constexpr):
-    """FP32 h2 of a tile whose rows of h1 begin at h1_ptr; zeros where a row is not real or a column not there."""
+def _load_h1(rows_ptr, real, col, F, BLOCK_F: tl.constexpr):
+    """Gate and up of columns from col on of rows that begin at rows_ptr; zeros where no row is real, or no column."""
+    cols = col + tl.arange(0, BLOCK_F)
     mask = real[:, None] & (cols < F)[None, :]
-    gate_ptrs = h1_ptr + (tl.arange(0, real.shape[0])[:, None] * 2 * F + cols[None, :])
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + F, mask=mask, other=0.0).to(tl.float32)
-    gate, up, sig = gate_up(gate, up, alpha, limit, CLAMPED, FAST_MATH)
+    gate_ptrs = rows_ptr + (tl.arange(0, real.shape[0])[:, None] * 2 * F + cols[None, :])
+    return tl.load(gate_ptrs, mask=mask, other=0.0), tl.load(gate_ptrs + F, mask=mask, other=0.0)
+
+
+@triton.jit
+def _act(h1, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: tl.constexpr):
+    """FP32 h2 of (gate, up)."""
+    gate, up, sig = gate_up(h1[0].to(tl.float32), h1[1].to(tl.float32), alpha, limit, CLAMPED, FAST_MATH)
     return gate * sig * up
 
 
@@ -214,8 +228,6 @@ def _act(h1_ptr, real, cols, F, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: 
         "values_start_ptr",
         "scales_start_ptr",
         "outer_inv_start_ptr",
-        "row_to_slot_ptr",
-        "num_rows_ptr",
         "stop_ptr",
     ]
 )
@@ -228,9 +240,10 @@ def _swiglu_quantize(
     scales_start_ptr,  # [1] i64
     outer_inv_ptr,  # fp32 or None
     outer_inv_start_ptr,  # [1] i64 or None
-    row_to_slot_ptr,  # [R] i32, -1 for padding
-    num_rows_ptr,  # [1] i32
+    row_start_ptr,  # [L + 1] i32
+    num_rows_ptr,  # [L] i32
     stop_ptr,  # [1] i64
+    L,
     F,
     alpha,
     limit,
@@ -242,17 +255,19 @@ def _swiglu_quantize(
     EPS: tl.constexpr,
     CLAMPED: tl.constexpr,
     FAST_MATH: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Item i is a tile of BLOCK_R rows by BLOCK_F columns; with outer scales it is BLOCK_R rows, read twice.
+    """Item i is a tile of BLOCK_R rows of an expert by PARTS times BLOCK_F columns. An outer scale is of a whole row:
+    what lies in other tiles of the row is activated for its magnitude too.
 
     Example (e4m3): a row of gate 20, up 3 has h2 60, so m = 0.134 is rounded up to 0.25: scale 125 and values 240, code
     0x77. In NVFP4 the outer scale is 2688 / 60 = 44.8, its inverse 0.0223, the block scales are 448 and the values 6.
     """
     if tl.load(stop_ptr) != 0:
         return
-    num_rows = tl.load(num_rows_ptr)
     values_stride = F // VALUES_PER_BYTE
     h1_ptr += tl.load(h1_start_ptr) * 2 * F
     values_ptr += tl.load(values_start_ptr) * values_stride
@@ -261,51 +276,45 @@ def _swiglu_quantize(
         outer_inv_ptr += tl.load(outer_inv_start_ptr)
     S = F // BLOCK
     padded_S = tl.cdiv(S, ATOM_C) * ATOM_C
-    num_chunks = tl.cdiv(F, BLOCK_F)
-    chunks_of_item = 1
-    if TWO_LEVEL:
-        chunks_of_item = num_chunks
-    items_of_rows = num_chunks // chunks_of_item
-    for item in tl.range(tl.program_id(0), num_rows // BLOCK_R * items_of_rows, tl.num_programs(0)):
+    num_tiles = tl.cdiv(F, PARTS * BLOCK_F)  # of a row
+    ends_L = row_tile_ends(num_rows_ptr, L, BLOCK_R, BLOCK_L)
+    for item in tl.range(tl.program_id(0), tl.max(ends_L) * num_tiles, tl.num_programs(0)):
         delay(item)
-        first_row = tl.cast(item // items_of_rows * BLOCK_R, tl.int64)
-        first_chunk = item % items_of_rows
-        if tl.load(row_to_slot_ptr + first_row) >= 0:
-            rows = first_row + tl.arange(0, BLOCK_R)
-            real = tl.load(row_to_slot_ptr + rows) >= 0
-            tile_ptr = h1_ptr + first_row * 2 * F
-            outer = tl.full((BLOCK_R, 1), 1.0, tl.float32)
+        _, first_row, end = row_tile(ends_L, item // num_tiles, row_start_ptr, num_rows_ptr, BLOCK_R)
+        first_row = tl.multiple_of(first_row, BLOCK_R).to(tl.int64)
+        first_col = item % num_tiles * (PARTS * BLOCK_F)
+        rows = first_row + tl.arange(0, BLOCK_R)
+        real = rows < end
+        rows_ptr = h1_ptr + first_row * 2 * F
+        amax = tl.zeros((BLOCK_R, BLOCK_F), tl.int32)  # of columns BLOCK_F apart
+        if TWO_LEVEL:
+            for part in range(PARTS, num_tiles * PARTS):
+                col = tl.multiple_of((first_col + part * BLOCK_F) % (num_tiles * PARTS * BLOCK_F), BLOCK_F)
+                h2 = _act(_load_h1(rows_ptr, real, col, F, BLOCK_F), alpha, limit, CLAMPED, FAST_MATH)
+                amax = tl.maximum(amax, bits_of(h2) & MAGNITUDE)
+        h1_parts = ()
+        for part in tl.static_range(PARTS):
+            h1_parts += (_load_h1(rows_ptr, real, first_col + part * BLOCK_F, F, BLOCK_F),)
+        h2_parts = ()
+        for part in tl.static_range(PARTS):
+            h2 = _act(h1_parts[part], alpha, limit, CLAMPED, FAST_MATH)
             if TWO_LEVEL:
-                amax_R = tl.zeros((BLOCK_R,), tl.int32)
-                for chunk in range(num_chunks):
-                    cols = chunk * BLOCK_F + tl.arange(0, BLOCK_F)
-                    h2 = _act(tile_ptr, real, cols, F, alpha, limit, CLAMPED, FAST_MATH)
-                    amax_R = tl.maximum(amax_R, tl.max(bits_of(h2) & MAGNITUDE, axis=1))
-                outer_R = outer_scale(amax_R, EPS)
+                amax = tl.maximum(amax, bits_of(h2) & MAGNITUDE)
+            h2_parts += (h2,)
+        outer = tl.full((BLOCK_R, 1), 1.0, tl.float32)
+        if TWO_LEVEL:
+            outer_R = outer_scale(tl.max(amax, axis=1), EPS)
+            if first_col == 0:
                 tl.store(outer_inv_ptr + rows, one_nan(tl.div_rn(1.0, outer_R)), mask=real)
-                outer = outer_R[:, None]
-            for chunk in range(first_chunk, first_chunk + chunks_of_item):
-                cols = chunk * BLOCK_F + tl.arange(0, BLOCK_F)
-                h2 = _act(tile_ptr, real, cols, F, alpha, limit, CLAMPED, FAST_MATH)
-                _put_rows(
-                    h2,
-                    first_row,
-                    real,
-                    chunk * BLOCK_F,
-                    F,
-                    outer,
-                    values_ptr,
-                    values_stride,
-                    scales_ptr,
-                    padded_S,
-                    ELEMENT,
-                    VALUES_PER_BYTE,
-                    BLOCK,
-                    RECIPROCAL,
-                    TWO_LEVEL,
-                )
-            if first_chunk == 0:
-                _fill_row_atoms(first_row, real, S, padded_S, scales_ptr)
+            outer = outer_R[:, None]
+        for part in tl.static_range(PARTS):
+            _put_rows(
+                h2_parts[part], first_row, real, first_col + part * BLOCK_F, F, outer,
+                values_ptr, values_stride, scales_ptr, padded_S,
+                ELEMENT, VALUES_PER_BYTE, BLOCK, RECIPROCAL, TWO_LEVEL,
+            )  # fmt: skip
+        if first_col == 0:
+            _fill_row_atoms(first_row, real, S, padded_S, scales_ptr)
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -448,7 +457,7 @@ def swiglu_quantize(
     h1_start_1,
     rows: Bundle,
     row_start_P,
-    row_to_slot_R,
+    num_rows_L,
     *,
     format: Format,
     activation,
@@ -460,25 +469,26 @@ def swiglu_quantize(
     """h2 = act(gate, up) in FP32, its rows quantised.
 
     Args:    h1_X2F: bf16, contiguous; the call's rows begin at h1_start_1 (int64, device).  rows: of F values.
-             row_start_P: int32 [L + 1], device; the last word counts the rows with padding, and experts begin at
-             multiples of 128.  row_to_slot_R: int32, device; of rows of padding, which are -1 and come last in an
-             expert, nothing is read or written.  format: any.  fast_math: the sigmoid divides approximately.
-             stop_1: nothing is touched when it is not 0.  num_sms: no more programs than so many SMs hold.
-             config: other than pick_config's.
+             row_start_P, num_rows_L: int32, device; expert e has num_rows_L[e] rows from row_start_P[e], a multiple of
+             128. Of rows of padding nothing is read or written.  format: any.  fast_math: the sigmoid divides
+             approximately.  stop_1: nothing is touched when it is not 0.  num_sms: no more programs than so many SMs
+             hold.  config: other than pick_forward's.
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference_swiglu.swiglu_quantize; equal to it but for the last bit of exp.
     """
-    F = check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows)
-    config = config or pick_config("rows_two_level" if format.two_level else "rows")
+    F = check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows, row_start_P, num_rows_L)
+    L = len(num_rows_L)
+    config = config or pick_forward(F, format.two_level)
     _swiglu_quantize[_grid(h1_X2F.device, config, num_sms)](
         h1_X2F,
         h1_start_1,
         *_places(rows),
         rows.outer_inv,
         rows.outer_inv_start_1,
-        row_to_slot_R,
-        row_start_P[-1:],
+        row_start_P,
+        num_rows_L,
         stop_1,
+        L,
         F,
         activation.alpha,
         activation.limit,
@@ -488,8 +498,10 @@ def swiglu_quantize(
         EPS=formats.ROW_EPS,
         CLAMPED=activation.clamped,
         FAST_MATH=fast_math,
+        BLOCK_L=next_power_of_2(L),
         BLOCK_R=config.block_r,
         BLOCK_F=config.block_f,
+        PARTS=config.parts,
         **config.options,
     )
 
@@ -516,15 +528,17 @@ def swiglu_backward_quantize(
 ) -> None:
     """<g2, h2> into score_grads_R, g1 = [d_gate | d_up] by rows and by columns, and h2 by columns; nothing in place.
 
-    Args:    as in swiglu_quantize; format: MXFP8.  g2_XF: bf16, dy @ W2, not multiplied by the score.  row_scores_R,
-             score_grads_R: fp32.  g1_rows, g1_columns: of 2F values.  h2_columns: of F values.  Columns may be None;
-             their rows of padding are zeros, and nothing else of padding is written.
+    Args:    as in swiglu_quantize; format: MXFP8.  row_start_P: the last word counts the rows with padding.
+             row_to_slot_R: int32, device, -1 for rows of padding.  g2_XF: bf16, dy @ W2, not multiplied by the score.
+             row_scores_R, score_grads_R: fp32.  g1_rows, g1_columns: of 2F values.  h2_columns: of F values.  Columns
+             may be None; their rows of padding are zeros, and nothing else of padding is written.
+             config: other than BACKWARD.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
     Source:  reference_swiglu.swiglu_backward_quantize; the score gradient without W2's output is SonicMoE's idea.
     """
     bundles = (g1_rows, g1_columns, h2_columns)
     F = check_swiglu_backward_quantize("swiglu_backward_quantize", h1_X2F, g2_XF, format, *bundles)
-    config = config or pick_config("backward")
+    config = config or BACKWARD
     assert config.block_r == config.block_f == format.block, "a tile is a block of rows and of columns"
     _swiglu_backward_quantize[_grid(h1_X2F.device, config, num_sms)](
         h1_X2F,

@@ -120,7 +120,7 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
         *h1,
         h2_rows,
         plan.row_start_P,
-        plan.row_to_slot_R,
+        plan.num_rows_L,
         format=path.format,
         activation=path.activation,
         fast_math=path.fast_math,

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import reference
 from .formats import Format
 from .quantized import Bundle
+from .reference_memory import real_rows
 from .reference_products import columns_operand, rows_operand
 from .route_plan import RoutePlan
 from .testing import TOLERANCES, assert_close
@@ -157,7 +158,11 @@ def _compare_rounded(record: OpRecord, name: str, bar: str, found: dict, wanted:
         _compare_tokens(record, name, bar, found, wanted)
         return
     num_rows = int(found["row_start_P"][-1])
-    real_R = found["row_to_slot_R"][:num_rows] >= 0 if "row_to_slot_R" in found else slice(None)
+    real_R = slice(None)
+    if "row_to_slot_R" in found:
+        real_R = found["row_to_slot_R"][:num_rows] >= 0
+    elif isinstance(found[name], Bundle):
+        real_R = real_rows(found["row_start_P"], found["num_rows_L"])
     if isinstance(found[name], Bundle):
         how = (num_rows, real_R, found["format"], name.endswith("_columns"))
         pair = [_multiplied_out(arguments[name], *how) for arguments in both]

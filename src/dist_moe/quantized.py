@@ -333,10 +333,11 @@ def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> in
     return width
 
 
-def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle) -> int:
+def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle, row_start_P, num_rows_L) -> int:
     """Check the arguments of swiglu_quantize; F."""
     F = _half_width(op, h1_X2F)
     check_bundle(op, "rows", rows, format, F)
+    _check_tables(op, row_start_P, num_rows_L, len(num_rows_L))
     return F
 
 

@@ -26,6 +26,14 @@ def rows_of(view_XC: Tensor, start_1: Tensor, row_start_P: Tensor) -> Tensor:
     return view_XC[start : start + int(row_start_P[-1])]
 
 
+def real_rows(row_start_P: Tensor, num_rows_L: Tensor) -> Tensor:
+    """bool [R]: which of all rows are not padding, which comes last in an expert."""
+    real_R = torch.zeros(int(row_start_P[-1]), dtype=torch.bool, device=row_start_P.device)
+    for start, count in zip(row_start_P.tolist(), num_rows_L.tolist(), strict=False):
+        real_R[start : start + count] = True
+    return real_R
+
+
 def _scale_matrix(bundle: Bundle, num_rows: int, num_cols: int) -> Tensor:
     """The bytes of a call's blocked scales, as the padded shape says."""
     start = int(bundle.scales_start_1[0])

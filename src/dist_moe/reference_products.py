@@ -178,8 +178,5 @@ def grouped_gemm_scaled_swiglu(
         start_1 = torch.zeros_like(stop_1)
     operands, tables = (a, w13_values_L2FD, w13_scales), (row_start_P, num_rows_L)
     grouped_gemm_scaled(*operands, h1, start_1, *tables, format=format, stop_1=stop_1)
-    slots_R = torch.full((rows_end,), -1, dtype=torch.int32, device=h1.device)
-    for _, rows in _segments(*tables):
-        slots_R[rows] = 0
     options = {"format": format, "activation": activation, "fast_math": fast_math, "stop_1": stop_1}
-    swiglu_quantize(h1, start_1, h2_rows, row_start_P, slots_R, **options)
+    swiglu_quantize(h1, start_1, h2_rows, *tables, **options)

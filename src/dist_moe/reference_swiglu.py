@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .quantized import Bundle, check_swiglu_backward_quantize, check_swiglu_quantize
-from .reference_memory import put_columns, put_rows, rows_of, stopped
+from .reference_memory import put_columns, put_rows, real_rows, rows_of, stopped
 from .shapes import Activation
 
 
@@ -83,7 +83,7 @@ def swiglu_quantize(
     h1_start_1,
     rows: Bundle,
     row_start_P,
-    row_to_slot_R,
+    num_rows_L,
     *,
     format,
     activation,
@@ -94,17 +94,16 @@ def swiglu_quantize(
     """h2 = act(gate, up) in FP32, its rows quantised.
 
     Args:    h1_X2F: bf16 [gate | up]; the call's rows begin at h1_start_1.  rows: of F values, MXFP8, MXFP4 or NVFP4.
-             row_start_P: int32 [L + 1], the last word counts the rows with padding.  row_to_slot_R: int32, -1 marks
-             rows of padding: whatever h1 holds there is not read, and nothing of them is written.
+             row_start_P: int32 [L + 1], num_rows_L: int32 [L]; expert e has num_rows_L[e] rows from row_start_P[e], a
+             multiple of 128, then padding: whatever h1 holds there is not read, and nothing of it is written.
              fast_math: allows the approximate division in the sigmoid; the oracle divides exactly.
              stop_1: nothing is touched when it is not 0.
     """
-    check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows)
+    check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows, row_start_P, num_rows_L)
     if stopped(stop_1):
         return
-    R = int(row_start_P[-1])
     h1 = rows_of(h1_X2F, h1_start_1, row_start_P)
-    put_rows(rows, activate(h1, activation), row_to_slot_R[:R] >= 0, format)
+    put_rows(rows, activate(h1, activation), real_rows(row_start_P, num_rows_L), format)
 
 
 def swiglu_backward_quantize(
@@ -129,8 +128,9 @@ def swiglu_backward_quantize(
     """From g2 = dy @ W2 (unscaled), all in FP32: the score gradient <g2, h2>, and quantised g1 = [d_gate | d_up] of
     d_h2 = score * g2 by rows and by columns, and h2 (unscaled) by columns.
 
-    Args:    as in swiglu_quantize; format: MXFP8.  row_scores_R, score_grads_R: fp32; nothing is written for rows of
-             padding, which in columns are zeros.  g1_columns, h2_columns: None where they are not wanted.
+    Args:    as in swiglu_quantize; format: MXFP8.  row_start_P: the last word counts the rows with padding.
+             row_to_slot_R: int32, -1 marks rows of padding.  row_scores_R, score_grads_R: fp32; nothing is written for
+             rows of padding, which in columns are zeros.  g1_columns, h2_columns: None where they are not wanted.
     Raises:  ValueError for dtypes and layouts, and for formats with two values in a byte.
     """
     bundles = (g1_rows, g1_columns, h2_columns)

@@ -226,5 +226,7 @@ SHAPES = [
     ("eight ranks, more ranks than K", "uniform", 8, 4, 2, 1, 32),
     ("eight ranks, K above W", "uniform", 8, 3, 11, 2, 32),
     ("several blocks of every source", "uniform", 3, 60, 4, 3, 1024),
+    ("one block, whose columns are shared", "uniform", 2, 3, 3, 2, 2080),
+    ("one block of eight routes a token", "uniform", 2, 4, 8, 8, 1056),
 ]
 EACH_SHAPE = {"argnames": "routing, W, T, K, L, D", "argvalues": [s[1:] for s in SHAPES], "ids": [s[0] for s in SHAPES]}

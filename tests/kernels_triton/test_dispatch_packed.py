@@ -70,6 +70,7 @@ CASES = [
     ("an outer scale at no multiple of 4, a word with half its scales", "uniform", 2, 5, 3, 2, 96, (NVFP4,)),
     ("a word with three scales", "duplicates", 2, 9, 4, 2, 96, (MXFP8_E4M3,)),
     ("a tail of the block of values", "uniform", 1, 6, 1, 1, 2080, (MXFP8_E4M3,)),
+    ("one block, whose values are shared", "uniform", 2, 3, 3, 2, 4128, (MXFP8_E4M3, NVFP4)),
     ("an expert of more than an atom", "one_expert", 2, 70, 2, 2, 160, (NVFP4,)),
     ("dropped slots", "dropped(0.5)", 3, 9, 3, 1, 64, FORMATS),
     ("more ranks than K", "zipf(1.0)", 5, 9, 2, 2, 64, (MXFP8_E4M3,)),

@@ -190,10 +190,32 @@ def test_strided_sources_and_outputs(format, device):
 @pytest.mark.parametrize("width", [32, 96, 160, 544, 2880, 7168])
 def test_tiles_lie_in_one_expert_and_fill_atoms(width):
     for op in ("quantize_rows", "quantize_columns", "quantize_weights"):
-        config = pick_config(op, width)
-        assert ROW_ALIGNMENT % config.block_r == 0
-        for format in FORMATS if op != "quantize_columns" else ():
-            assert config.block_c % (SCALE_ATOM[1] * format.block) == 0
+        for format in FORMATS:
+            config = pick_config(op, width, format.two_level)
+            assert ROW_ALIGNMENT % config.block_r == 0
+            assert op == "quantize_columns" or config.block_c % (SCALE_ATOM[1] * format.block) == 0
+
+
+@pytest.mark.parametrize(
+    "C, config",
+    [
+        (288, Config(1, 128, 1, parts=3)),
+        (288, Config(2, 128, 1)),
+        (544, Config(1, 128, 1, parts=2)),
+        (2880, None),
+        (16416, None),
+    ],
+    ids=["parts with a tail", "rows of three tiles", "tiles of two parts", "a tail in the third part", "two tiles"],
+)
+def test_outer_scales_are_of_whole_rows(C, config, device):
+    """The largest magnitude of a row in each of its parts in turn."""
+    x = torch.randn(6, C)
+    x[torch.arange(6), torch.linspace(0, C - 1, 6).long()] = 100.0
+    for blocked in (False, True):
+        found = kernels.quantize_rows(x.to(device), format=NVFP4, blocked=blocked, config=config)
+        assert_same_bits(found, oracle.quantize_rows(x, format=NVFP4, blocked=blocked))
+    packed = kernels.pack_rows(x.bfloat16().to(device), format=NVFP4, config=config)
+    assert_same_bits([packed], [oracle.pack_rows(x.bfloat16(), format=NVFP4)])
 
 
 @EACH_FORMAT

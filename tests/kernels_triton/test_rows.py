@@ -1,11 +1,11 @@
-"""_rows: the order in which blocks of rows are taken."""
+"""_rows: the order in which blocks of rows are taken, and who takes which of their columns."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from dist_moe.kernels_triton._rows import num_parts, spread
+from dist_moe.kernels_triton._rows import column_shares, num_parts, spread
 
 
 @triton.jit
@@ -49,3 +49,23 @@ def test_example(device):
     out = torch.zeros(6, dtype=torch.int32, device=device)
     _spread_two[(1,)](out)
     assert out.tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@triton.jit
+def _shares(out_ptr, num_turns, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
+    tl.store(out_ptr, shares)
+    tl.store(out_ptr + 1, columns)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 8, 100])
+@pytest.mark.parametrize("width", [32, 1024, 2880, 7168])
+def test_shares_hold_all_columns_and_give_programs_work(width, programs, device):
+    for num_turns in (0, 1, 3, 50, 1000):
+        out = torch.zeros(2, dtype=torch.int32, device=device)
+        _shares[(programs,)](out, num_turns, width, 1024)
+        shares, columns = out.tolist()
+        assert columns % 1024 == 0 and (shares - 1) * columns < width <= shares * columns
+        assert shares == 1 or shares * num_turns <= programs
+        if width == 7168 and num_turns == 3:
+            assert (shares, columns) == {1: (1, 7168), 5: (1, 7168), 8: (2, 4096), 100: (7, 1024)}[programs]

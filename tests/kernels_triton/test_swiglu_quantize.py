@@ -80,6 +80,7 @@ class Problem:
         slots = torch.where(self.real, row + 5, -1)
         self.row_to_slot = torch.cat([slots, torch.full((40,), 7)]).int().to(self.device)
         self.start_P = starts.int().to(self.device)
+        self.num_rows_L = torch.tensor(self.counts, dtype=torch.int32, device=self.device)
         self.stop = torch.zeros(1, dtype=torch.int64, device=self.device)
         spread = torch.exp2(torch.randint(-9, 3, (self.R, 1)).float())
         self.h1 = (2 * torch.randn(self.R, 2 * self.F)).bfloat16().to(self.device)
@@ -116,7 +117,7 @@ class Problem:
 
     def forward(self, op, activation, format, **options) -> Bundle:
         rows = self.bundle(format, self.F)
-        experts = (self.start_P, self.row_to_slot)
+        experts = (self.start_P, self.num_rows_L)
         op(*self.put(self.h1), rows, *experts, format=format, activation=activation, stop_1=self.stop, **options)
         return rows
 
@@ -236,6 +237,20 @@ def test_columns_of_g1_over_g2(device):
     assert_same_bits(h2, want[2])
 
 
+@pytest.mark.parametrize(
+    "F, config",
+    [(160, Config(1, 128, parts=2)), (416, Config(2, 128, parts=2)), (416, Config(1, 128)), (1536, None), (2880, None)],
+    ids=["parts with a tail", "rows of two tiles", "rows of four tiles", "whole parts", "a tail in the third part"],
+)
+def test_outer_scales_are_of_whole_rows(F, config, device):
+    """The largest magnitude of a row in each of its parts in turn; one real row in an expert of padding, and none."""
+    problem = Problem((3, 0, 1, 5), F, device)
+    for row, col in enumerate(torch.linspace(0, F - 1, int(problem.real.sum())).long()):
+        at = int(problem.real.nonzero()[row])
+        problem.h1[at, col], problem.h1[at, F + col] = 40.0, 50.0
+    assert_forward_bits(problem, PLAIN, NVFP4, config=config)
+
+
 @pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True)], ids=["none", "g1", "h2"])
 def test_columns_that_are_not_wanted(columns, device):
     assert_backward_bits(Problem((33,), 32, device), PLAIN, MXFP8_E4M3, columns)
@@ -252,7 +267,7 @@ def test_any_size(device, rows, blocks, clamped, format):
     activation, problem = CLAMPED if clamped else PLAIN, Problem((rows,), 32 * blocks, device)
     assert_forward_bits(problem, activation, format, config=Config(32, 128))
     if format.values_per_byte == 1:
-        assert_backward_bits(problem, activation, format, config=Config(32, 32, 2))
+        assert_backward_bits(problem, activation, format, config=Config(32, 32))
 
 
 @EACH_FORMAT
@@ -270,13 +285,13 @@ def test_what_is_not_finite_stays_in_its_block_or_row(format, device):
 def test_equal_bits_for_any_tile_and_number_of_programs(format, device):
     problem = Problem((40,), 96, device)
     first = problem.forward(kernels.swiglu_quantize, PLAIN, format)
-    for more in ({"num_sms": 1}, {"config": Config(32, 128, 4)}):
+    for more in ({"num_sms": 1}, {"config": Config(32, 128)}, {"config": Config(4, 128, parts=2)}):
         assert_same_bits(problem.forward(kernels.swiglu_quantize, PLAIN, format, **more), first)
     if format.values_per_byte == 1:
         first = problem.backward(kernels.swiglu_backward_quantize, PLAIN, format)
         other_tile, one_program = (
             problem.backward(kernels.swiglu_backward_quantize, PLAIN, format, **more)
-            for more in ({"config": Config(32, 32, 4)}, {"num_sms": 1})
+            for more in ({"config": Config(32, 32, num_warps=4)}, {"num_sms": 1})
         )
         for a, b, c in zip(first[:3], other_tile, one_program, strict=False):
             assert_same_bits(b, a)
@@ -397,16 +412,18 @@ def test_refusals(device):
         rows = problem.bundle(NVFP4, 64)._replace(outer_inv=None)
         options = {"format": NVFP4, "activation": PLAIN, "stop_1": problem.stop}
         with pytest.raises(ValueError, match=r"swiglu_quantize: rows.outer_inv must be contiguous torch.float32"):
-            ops.swiglu_quantize(*problem.put(problem.h1), rows, problem.start_P, problem.row_to_slot, **options)
+            ops.swiglu_quantize(*problem.put(problem.h1), rows, problem.start_P, problem.num_rows_L, **options)
         problem.g2 = problem.g2.float()
         with pytest.raises(ValueError, match=r"swiglu_backward_quantize: g2_XF must be contiguous bf16 \[X, 64\]"):
             problem.backward(ops.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
 
 
 def test_tiles_lie_in_one_expert_and_in_the_rows_of_an_atom(device):
-    for config in kernels.CONFIGS.values():
-        assert formats.ROW_ALIGNMENT % config.block_r == 0 and 32 % config.block_r == 0 and SCALE_ATOM[0] % 32 == 0
-        assert config.block_f % 32 == 0
+    assert formats.ROW_ALIGNMENT % 32 == 0 and SCALE_ATOM[0] % 32 == 0
+    forward = [kernels.pick_forward(F, two_level) for F in (32, 1536, 2880, 40000) for two_level in (False, True)]
+    for config in (*forward, kernels.BACKWARD):
+        assert 32 % config.block_r == 0 and config.block_f % 32 == 0
+        assert config is kernels.BACKWARD or config.block_f % (32 * SCALE_ATOM[1]) == 0
 
 
 def test_rows_past_two_to_the_31_elements(device):
@@ -418,7 +435,7 @@ def test_rows_past_two_to_the_31_elements(device):
     values = torch.empty(far + problem.R, 32, dtype=torch.uint8, device=device)
     start = torch.tensor([2**25 + 3, far], device=device)
     rows = want._replace(values=values.view(torch.float8_e4m3fn), start_1=start[1:])
-    experts = (problem.start_P, problem.row_to_slot)
+    experts = (problem.start_P, problem.num_rows_L)
     options = {"format": MXFP8_E4M3, "activation": PLAIN, "stop_1": problem.stop}
     kernels.swiglu_quantize(h1, start[:1], rows, *experts, **options)
     first = int(want.start_1[0])

@@ -16,7 +16,7 @@ def case(pairs: bool, D: int, half: int, width: int | None = None) -> Case:
     name, width = f"D {D} half {half}" + (f" width {width}" if width else ""), width or D
     tile = pick_row_tile(width)
     count = "num_routes_ptr" if pairs else "num_rows_ptr"
-    sizes = {"J": 2, "PAIRS": tile.rows, "W": 2} if pairs else {"ROWS": tile.rows}
+    sizes = {"K2": 8, "J": 2, "PAIRS": tile.rows, "W": 2} if pairs else {"ROWS": tile.rows}
     return Case(
         f"dispatch:{'_dispatch_pairs' if pairs else '_dispatch_routes'}",
         {

@@ -29,7 +29,7 @@ def case(pairs: bool, format, D: int) -> Case:
         {
             **({} if format.two_level else dict.fromkeys(OUTER)),
             "K": 8,
-            **({"J": 2, "W": 2, "PAIRS": tile.rows} if pairs else {"ROWS": tile.rows}),
+            **({"K2": 8, "J": 2, "W": 2, "PAIRS": tile.rows} if pairs else {"ROWS": tile.rows}),
             **wire_options(format, D),
         },
         name=f"{format.name} D {D}",

@@ -12,8 +12,8 @@ INEXACT = ("fma.rn.f32", ".ftz", "div.approx", "div.full", "rcp.approx", "ex2.ap
 WIDTH = 7168
 
 
-def sizes(op: str, width: int = 0) -> dict:
-    config = pick_config(op, width)
+def sizes(op: str, width: int = 0, two_level: bool = False) -> dict:
+    config = pick_config(op, width, two_level)
     return {"BLOCK_R": config.block_r, "BLOCK_C": config.block_c}
 
 
@@ -45,10 +45,11 @@ def rows(name: str, format, x: str, blocked: bool, num_experts: int = 0, width: 
             "EPS": formats.ROW_EPS,
             "BLOCKED": blocked,
             "BLOCK_L": num_experts,
-            **sizes("quantize_rows", width),
+            **sizes("quantize_rows", width, format.two_level),
+            "PARTS": pick_config("quantize_rows", width, format.two_level).parts,
         },
         name=name,
-        **options("quantize_rows", width),
+        **options("quantize_rows", width, format.two_level),
         aligned=("C", "x_stride_r", "values_stride"),
         unaligned=("scales_ptr", "outer_inv_ptr", "row_start_ptr", "num_rows_ptr"),
         expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ()), *(("div.rn.f32",) if format.two_level else ())),
@@ -122,8 +123,9 @@ CASES = (
     rows("e4m3 of fp32, narrow", MXFP8_E4M3, "*fp32", blocked=True, width=96),
     rows("e5m2 blocked, experts", MXFP8_E5M2, "*bf16", blocked=True, num_experts=128),
     rows("mxfp4", MXFP4, "*bf16", blocked=False),
-    rows("nvfp4", NVFP4, "*bf16", blocked=False),
+    *(rows(f"nvfp4 {width}", NVFP4, "*bf16", blocked=False, width=width) for width in (96, 2048, 4096, WIDTH, 16384)),
     rows("nvfp4 blocked of fp32", NVFP4, "*fp32", blocked=True, num_experts=128),
+    rows("nvfp4 blocked of long fp32", NVFP4, "*fp32", blocked=True, num_experts=128, width=16384),
     *COLUMNS,
     *WEIGHTS,
     Case(
