@@ -58,12 +58,13 @@ def padded_rows_of(case: Case) -> list[int]:
     return (-(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT).view(case.W, -1).sum(dim=1).tolist()
 
 
-def slots_of(case: Case, block_scaled: BlockScaledConfig | None = None) -> dict[str, dict]:
+def slots_of(case: Case, block_scaled: BlockScaledConfig | None = None, *, expanded: bool = False) -> dict[str, dict]:
     """The changes of a Config that make its layer keep just this much, by the name of what is kept."""
     config, rows = case.config(block_scaled=block_scaled), max(rows_of(case))
     if block_scaled is not None:
         rows = max(padded_rows_of(case))
-    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), saved_full_bytes(config, rows))
+    full = saved_full_bytes(config, rows, expanded=expanded)
+    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), full)
     assert sizes[0] < sizes[1] < sizes[2] and len(set(rows_of(case))) > 1
     return {
         name: {"activation_slot_bytes": size, "activation_slot_capacity_factor": None}

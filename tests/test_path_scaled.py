@@ -10,6 +10,7 @@ from dist_moe import (
     BlockScaledConfig,
     RoutingOverflowError,
     create_context,
+    registry,
     routed_experts,
     testing,
 )
@@ -69,13 +70,26 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
     assert_results_close(results, expected, "path" if backend == "reference" else "scaled_path")
 
 
+def expand_columns(monkeypatch, expanded: bool) -> None:
+    """As on a GPU that multiplies expanded columns, whose values times scales are BF16; or not."""
+    monkeypatch.setattr(registry, "expands_operands", lambda config, *_: expanded and not config.inference)
+
+
+@pytest.fixture(params=[False, True], ids=["codes", "expanded"])
+def expanded(request, monkeypatch) -> bool:
+    """Whether Contexts for training expand columns, whatever the device."""
+    expand_columns(monkeypatch, request.param)
+    return request.param
+
+
 def test_the_staged_case_goes_in_two_passes():
     assert output_columns(config_of(NARROW, **FORWARD_ONLY)) == 64 < NARROW.D
-    assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
+    for expanded in (False, True):
+        assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED), expanded=expanded) < STAGED.D
 
 
 @each_case
-def test_training_against_the_layer_with_quantised_operands(case, backend):
+def test_training_against_the_layer_with_quantised_operands(case, backend, expanded):
     inputs = case.inputs()
     assert_close_to_scaled(run(config_of(case), inputs, backend), dense_scaled(case, inputs), backend)
 
@@ -84,7 +98,7 @@ GROUPS = (0, 1, 7, 8, 9, 127, 128, 129)
 
 
 @on_both
-def test_groups_of_every_size(backend):
+def test_groups_of_every_size(backend, expanded):
     """Rows of the experts around blocks, atoms and tiles."""
     case = Case("groups", W=1, T=sum(GROUPS), D=64, F=32, K=1, E=len(GROUPS))
     ids = torch.repeat_interleave(torch.arange(case.E), torch.tensor(GROUPS))
@@ -105,7 +119,7 @@ def test_inference_against_the_layer_with_quantised_operands(case, block_scaled,
 
 
 @on_both
-def test_a_broken_token_without_weight_reaches_nobody(backend):
+def test_a_broken_token_without_weight_reaches_nobody(backend, expanded):
     """x of NaN and Inf behind a score of 0: quantised as zeros, in training and on the wire."""
     case = Case("broken", routing="balanced", D=64, F=32)
     inputs = case.inputs()
@@ -137,10 +151,12 @@ def test_more_rows_than_fit_are_counted_with_their_padding():
 
 @pytest.mark.parametrize("case", [Case("per route", K=2, E=4), STAGED], ids=str)
 @on_both
-def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
+def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend, expanded):
     case = replace(case, routing="zipf(1.0)")
     inputs, device = case.inputs(), device_of(backend)
-    first, *others = [run(config_of(case, **slot), inputs, backend) for slot in slots_of(case, MXFP8).values()]
+    first, *others = [
+        run(config_of(case, **slot), inputs, backend) for slot in slots_of(case, MXFP8, expanded=expanded).values()
+    ]
     again = run(config_of(case), inputs, backend)
     ready = run(config_of(case), prepared(inputs, config_of(case), device=device), backend)
     for other in (*others, again, ready):
@@ -149,6 +165,23 @@ def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
     outs = run(config_of(case), forward_only(inputs), backend)
     for rank, (out, want) in enumerate(zip(outs, first, strict=True)):
         assert torch.equal(out.out_TD, want.out_TD), rank
+
+
+@pytest.mark.parametrize("wgrad", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("case", [Case("per route", K=2, E=4), NARROW, STAGED], ids=str)
+def test_expanded_columns_change_no_bits(case, wgrad, monkeypatch):
+    """They hold exactly what codes and scales stand for; all else is computed as before."""
+    case = replace(case, routing="zipf(1.0)", wgrad=wgrad)
+    results = {}
+    for expanded in (False, True):
+        expand_columns(monkeypatch, expanded)
+        assert plan_memory(config_of(case), case.W, device="cpu").expanded == expanded
+        results[expanded] = [
+            run(config_of(case, **slot), case.inputs(), "reference")
+            for slot in slots_of(case, MXFP8, expanded=expanded).values()
+        ]
+    for found, want in zip(results[True], results[False], strict=True):
+        assert_results_equal(found, want)
 
 
 @on_both

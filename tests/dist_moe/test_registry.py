@@ -85,7 +85,7 @@ NARROW = replace(SERVING, hidden_dim=160, intermediate_dim=32)  # outputs in win
     [
         (SCALED, "grouped_gemm_scaled", "scaled_hopper"),
         (SCALED, "grouped_gemm_scaled_dgrad", "scaled_hopper"),
-        (SCALED, "grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper"),
+        (SCALED, "grouped_gemm_scaled_wgrad", "wgrad_hopper"),
         (SERVING, "grouped_gemm_scaled", "scaled_fp4_hopper"),
         (NARROW, "grouped_gemm_scaled", "grouped_gemm_scaled"),
         (None, "grouped_gemm_scaled", "grouped_gemm_scaled"),
