@@ -260,9 +260,10 @@ def dispatch_quantize(
     """Pull the rows routed to this rank straight into quantised rows and, or, columns, with their scores.
 
     Args:    plan: from route() with experts aligned to atoms.  half: 0 pulls x, 1 pulls dy.  format: of one level, for
-             columns with one value in a byte.  rows, columns: bundles, at least one; columns may be expanded.  scaled_columns: columns are of
-             score * x.  row_scores_R: fp32 [R], written unless all outputs are stopped.  rows_stop_1, columns_stop_1:
-             nothing of that output is written where it is not 0; None for an output that is None.
+             columns with one value in a byte.  rows, columns: bundles, at least one; columns may be expanded.
+             scaled_columns: columns are of score * x.  row_scores_R: fp32 [R], written unless all outputs are stopped.
+             rows_stop_1, columns_stop_1: nothing of that output is written where it is not 0; None for an output that
+             is None.
     Raises:  ValueError for formats and bundles that do not fit.
     Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
     Source:  reference_producers.dispatch_quantize.

@@ -2,6 +2,7 @@
 
 import torch
 
+from dist_moe import registry
 from dist_moe.config import BlockScaledConfig
 from dist_moe.formats import ROW_ALIGNMENT
 from dist_moe.path_oracle import Case
@@ -43,6 +44,11 @@ CASES = (
     Case("a rank without tokens", W=3, routing="empty_ranks", E=6),
     Case("rows past a tile border", T=150, D=32, F=160, K=2, E=4, routing="zipf(1.0)"),
 )
+
+
+def expand_columns(monkeypatch, expanded: bool) -> None:
+    """Contexts of this process for training expand columns, as on a GPU that multiplies them so, or do not."""
+    monkeypatch.setattr(registry, "expands_operands", lambda config, *_: expanded and not config.inference)
 
 
 def rows_of(case: Case) -> list[int]:

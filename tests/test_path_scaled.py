@@ -10,7 +10,6 @@ from dist_moe import (
     BlockScaledConfig,
     RoutingOverflowError,
     create_context,
-    registry,
     routed_experts,
     testing,
 )
@@ -19,7 +18,16 @@ from dist_moe.path_oracle import FORWARD_ONLY, dense_scaled, forward_only, prepa
 from dist_moe.planner import dedup, output_columns, plan_memory, stage_columns
 from dist_moe.virtual import RankResults
 
-from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of, slots_of
+from .path_cases import (
+    CASES,
+    Case,
+    assert_results_close,
+    assert_results_equal,
+    dense,
+    expand_columns,
+    padded_rows_of,
+    slots_of,
+)
 from .rank_calls import on_ranks, run_rank
 from .test_path import BACKENDS, device_of, run
 
@@ -68,11 +76,6 @@ def config_of(case: Case, block_scaled=MXFP8, **changes):
 def assert_close_to_scaled(results: list[RankResults], expected: list[RankResults], backend: str) -> None:
     """By the bars of the kernels or of the reference; see testing.TOLERANCES."""
     assert_results_close(results, expected, "path" if backend == "reference" else "scaled_path")
-
-
-def expand_columns(monkeypatch, expanded: bool) -> None:
-    """As on a GPU that multiplies expanded columns, whose values times scales are BF16; or not."""
-    monkeypatch.setattr(registry, "expands_operands", lambda config, *_: expanded and not config.inference)
 
 
 @pytest.fixture(params=[False, True], ids=["codes", "expanded"])

@@ -39,6 +39,7 @@ from .path_oracle import (
     prepared,
 )
 from .quantized import Bundle, Quantized
+from .reference_formats import dequantize_columns
 from .shapes import Activation
 from .symm import World
 from .virtual import RankInputs, RankResults, run_virtual
@@ -165,14 +166,14 @@ def _operands(ops: OpChecks, format: Format, device: torch.device, backend: str 
     followed = SimpleNamespace(**{op: registry.function(impl) for op, impl in chosen.items()})
     ops.follow(followed, {op: impl.backend for op, impl in chosen.items()}, format.name)
     try:
-        _multiply(followed, format, device)
+        _multiply(followed, format, device, chosen["grouped_gemm_scaled_wgrad"].expanded)
     except OpRaised:
         pass  # its record says so
     except Exception as error:  # of whatever kind, as where a kernel has broken the CUDA context
         yield Row("operands", "", format.name, f"{type(error).__name__}: {error}", FAIL)
 
 
-def _multiply(ops: SimpleNamespace, format: Format, device: torch.device) -> None:
+def _multiply(ops: SimpleNamespace, format: Format, device: torch.device, expanded: bool) -> None:
     g, N, K = torch.Generator().manual_seed(0), 96, 160
     counts = torch.tensor(GROUPS)
     ends = (-(-counts // 128) * 128).cumsum(0)
@@ -194,7 +195,10 @@ def _multiply(ops: SimpleNamespace, format: Format, device: torch.device) -> Non
         return bundle(ops.quantize_rows(v, format=format, blocked=True, **experts))
 
     def columns(v: Tensor) -> Bundle:
-        return bundle(ops.quantize_columns(v, format=format, blocked=True, **experts))
+        found = ops.quantize_columns(v, format=format, blocked=True, **experts)
+        if expanded:
+            return Bundle(dequantize_columns(found, format=format, blocked=True).to(format.expanded_dtype), zero_1)
+        return bundle(found)
 
     square, how = format.values_per_byte == 1, {"format": format, "stop_1": zero_1}
     weight = ops.quantize_weights(w, format=format, square=square)

@@ -68,7 +68,8 @@ def put_rows(bundle: Bundle, v_RC: Tensor, real_R: Tensor, format: Format, first
 def put_columns(bundle: Bundle | None, v_RC: Tensor, real_R: Tensor, format: Format, first: int = 0) -> None:
     """Quantise columns into columns first .. first + C of a bundle, if there is one; rows of padding are zeros.
 
-    Expanded, they are multiplied out again. Experts begin at multiples of 128, so that the rows may count as those of one.
+    Expanded, they are multiplied out again. Experts begin at multiples of 128, so that the rows may count as those of
+    one.
     """
     R, C = v_RC.shape
     if bundle is None or R == 0:

@@ -524,7 +524,7 @@ def test_what_is_refused(device):
         options["format"], grad = MXFP8_E4M3, grad.float()
         with pytest.raises(ValueError, match="dy and x must both be expanded or neither"):
             module.grouped_gemm_scaled_wgrad(expanded, columns, *experts, grad, **options)
-        with pytest.raises(ValueError, match="dy.scales must be None, as expanded values hold them"):
+        with pytest.raises(ValueError, match=r"dy\.scales must be None, as expanded values hold them"):
             wrong = expanded._replace(scales=columns.scales)
             module.grouped_gemm_scaled_wgrad(wrong, columns, *experts, grad, **options)
 
