@@ -118,6 +118,40 @@ def quantise(
 
 
 @triton.jit
+def expanded(codes, scales, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes [R, C] times the scales [R, C / BLOCK] of their blocks, exact in 16 bits, in the order of
+    formats.expanded_order; C holds whole groups of it. An outer scale stays apart.
+
+    In a group code d + D e of word 8 a + r goes to place 8 D r + 8 d + 2 a + e, where a word has 2 D codes.
+    """
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    if ELEMENT == "e2m1":
+        D: tl.constexpr = 4
+        bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)  # 2^-14 of what they are
+        factors = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 16384.0
+        DTYPE: tl.constexpr = tl.float16
+    else:
+        tl.static_assert(ELEMENT == "e4m3")
+        D: tl.constexpr = 2
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        factors = powers(scales)
+        DTYPE: tl.constexpr = tl.bfloat16
+    values = tl.reshape(values, (R, C // BLOCK, BLOCK)) * factors[:, :, None]
+    values = tl.reshape(values.to(DTYPE), (R, C // (64 * D), 4, 8, 2, D))
+    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (R, C))
+
+
+@triton.jit
+def powers(codes):
+    """FP32 of E8M0 codes, exact: 0 is 2^-127, a subnormal number."""
+    codes = codes.to(tl.int32)
+    bits = tl.where(codes == 0, 0x400000, codes << 23)
+    return fp32_of(tl.where(codes == E8M0_NAN, NAN, bits))
+
+
+@triton.jit
 def outer_scale(amax, EPS: tl.constexpr):
     """The FP32 scale over a row or an expert whose largest magnitude has bits amax; NaN stays, as the one NaN."""
     value = fp32_of(amax)

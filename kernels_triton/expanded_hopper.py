@@ -193,12 +193,9 @@ def _half_of_words(words, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_e2m1(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
+def _scales_of_e2m1(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
     """An atom of four rows of 32 words for every 64 values -> four [64, 4, 1]: of every word one scale, twice in FP16."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [0, 2]], [[4, 0], [8, 0], [0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [16, 32]
-    )
-    words = _half_of_words(w_scales.reshape([16, 32]).load(LAYOUT), SIDE)
+    words = _half_of_words(words, SIDE)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, WORDS_LAYOUT)), 2)
     return gl.inline_asm_elementwise(
         SCALES_TO_HALVES, "=r,=r,=r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
@@ -206,12 +203,9 @@ def _scales_of_e2m1(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_e4m3(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
+def _scales_of_e4m3(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
     """The atom of a step -> [64, 4, 1] of the four scales of a row, twice in BF16."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [4, 32]
-    )
-    words = gl.reshape(_half_of_words(w_scales.reshape([4, 32]).load(LAYOUT), SIDE), [SIDE_ROWS])
+    words = gl.reshape(_half_of_words(words, SIDE), [SIDE_ROWS])
     words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT)))
     place = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS_LAYOUT)))
     codes = (gl.expand_dims(words, 1) >> gl.expand_dims(8 * place, 0)) & 0xFF
@@ -231,7 +225,7 @@ def _halves_of_e2m1(words, scales):
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
         [words, scales],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
     p = gl.join(gl.join(p0, p1), gl.join(p2, p3))  # [R, a, e, d bit 0, d bit 1]
@@ -252,7 +246,7 @@ def _halves_of_e4m3(words, scales):
         "=r,=r,=r,=r,r,r,r,r",
         [words, scales],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
     halves = gl.reshape(gl.join(gl.join(p0, p1), gl.join(q0, q1)), [R, 4, 2, 2, 2, 2])  # [R, a, b, e, d, c]
@@ -274,6 +268,30 @@ def _parts(words, FP4: gl.constexpr):
 
 
 @gluon.jit
+def _take(step, num_steps, w_ring, w_scales, full, SIDE: gl.constexpr, FP4: gl.constexpr):
+    """The codes of a step, eight words of two rows a thread, and the words of its scales, which _half_of_words splits;
+    behind the last step whatever is there."""
+    CODES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [SIDE_ROWS, WORDS],
+    )
+    SCALE_ROWS: gl.constexpr = 16 if FP4 else 4
+    # Lanes of a row, and the rows of the other side: a thread keeps those of its own.
+    OF_LANES: gl.constexpr = [[4, 0], [8, 0]] if FP4 else [[0, 0], [0, 0]]
+    SCALES: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [0, 2]], OF_LANES + [[0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [SCALE_ROWS, 32]
+    )
+    STAGES: gl.constexpr = w_ring.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1, pred=step < num_steps)
+    w_rows = w_ring.index(stage).reshape([TILE, WORDS]).slice(SIDE * SIDE_ROWS, SIDE_ROWS, 0)
+    return w_rows.load(CODES), w_scales.index(stage).reshape([SCALE_ROWS, 32]).load(SCALES)
+
+
+@gluon.jit
 def _multiply(
     sizes,
     tables,
@@ -290,7 +308,8 @@ def _multiply(
     """Four warps: half of the weights of every tile into registers and 16 bits, their products, and the way out.
 
     The tensor cores read one part of a step from registers while the warps convert the next part into others. Before
-    any are written again all but the newest product have ended: parts of a step are an even number.
+    registers are written again, in the next step, all but the newest product have ended: a step has at least two
+    parts, and conversions, which are not declared pure, stay behind the wait that they follow.
     """
     L, _all_columns, _first_column, width, contraction = sizes
     a_ring, tail_ring, w_ring, w_scales, full, empty = rings
@@ -301,15 +320,11 @@ def _multiply(
     TAIL_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL_ACC, 2)
-    CODES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [SIDE_ROWS, WORDS],
-    )
     ends_L = _row_tile_ends(tables[1], L, ROWS + TAIL, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
+    programs = gl.num_programs(0)
+    num_steps = gl.cdiv(gl.maximum(num_tiles - gl.program_id(0), 0), programs) * gl.cdiv(contraction, STEP)
+    words, scale_words = _take(0, num_steps, w_ring, w_scales, full, SIDE, FP4)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
@@ -319,19 +334,17 @@ def _multiply(
             tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
         for k in range(0, contraction, STEP):
             stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            w_rows = w_ring.index(stage).reshape([TILE, WORDS]).slice(SIDE * SIDE_ROWS, SIDE_ROWS, 0)
-            words = _parts(w_rows.load(CODES), FP4)
-            WORDS_LAYOUT: gl.constexpr = words[0].type.layout
+            parts = _parts(words, FP4)
+            WORDS_LAYOUT: gl.constexpr = parts[0].type.layout
             if FP4:
-                scales = _scales_of_e2m1(w_scales.index(stage), SIDE, WORDS_LAYOUT)
+                scales = _scales_of_e2m1(scale_words, SIDE, WORDS_LAYOUT)
             else:
-                scales = _scales_of_e4m3(w_scales.index(stage), SIDE, WORDS_LAYOUT)
+                scales = _scales_of_e4m3(scale_words, SIDE, WORDS_LAYOUT)
             for part in gl.static_range(STEP // PART):
                 if FP4:
-                    values = _halves_of_e2m1(words[part], scales[part])
+                    values = _halves_of_e2m1(parts[part], scales[part])
                 else:
-                    values = _halves_of_e4m3(words[part], scales)
+                    values = _halves_of_e4m3(parts[part], scales)
                 a_rows = a_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
                 acc = warpgroup_mma(gl.convert_layout(values, OPERAND), a_rows, acc, is_async=True)
                 if TAIL:
@@ -342,6 +355,8 @@ def _multiply(
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                 if part == 0:
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+                if part == STEP // PART - 2:
+                    words, scale_words = _take(step + 1, num_steps, w_ring, w_scales, full, SIDE, FP4)
             step += 1
         if TAIL:
             acc, tail = warpgroup_mma_wait(0, deps=(acc, tail))
