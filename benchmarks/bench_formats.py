@@ -58,12 +58,12 @@ def bare(inputs: Inputs, direction: str) -> Inputs:
     )
 
 
-def config_in(traffic: Traffic, direction: str, how: BlockScaledConfig | None):
+def config_in(traffic: Traffic, direction: str, how: BlockScaledConfig | None, **planned_for):
     config = replace(config_of(traffic, inference=direction == INFERENCE), block_scaled=how)
     if how is None or direction == INFERENCE:
         return config
     config = replace(config, activation_slot_bytes=None)
-    slot_bytes = plan_memory(config, traffic.W).maximum_useful_activation_slot_bytes
+    slot_bytes = plan_memory(config, traffic.W, **planned_for).maximum_useful_activation_slot_bytes
     return replace(config, activation_slot_bytes=slot_bytes)
 
 
@@ -122,7 +122,8 @@ class Case:
             kind = name.split("-")[0]
             how = FORMATS.get(kind)
             given = inputs if how is None or "dynamic" in name else prepared(inputs, how, direction == INFERENCE)
-            config = config_in(self.traffic, direction, how)
+            planned_for = {"device": self.job.device, "backend": self.args.backend}
+            config = config_in(self.traffic, direction, how, **planned_for)
             ours = Ours(self.job, self.traffic, given, direction, self.args.backend, config)
             contexts.callback(ours.context.close)
             contexts.push(lambda *error, held=ours: None)  # its graph reads what it holds

@@ -86,10 +86,17 @@ def _column_scales(rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _row_pitch(width, PER_BYTE: tl.constexpr, GROUP: tl.constexpr):
+    """Bytes from row to row of a bundle of rows; expanded in groups of GROUP columns unless that is 0."""
+    return width // PER_BYTE if GROUP == 0 else 2 * _round_up(width, GROUP)
+
+
+@triton.jit
 def _kept_bytes(kept, rows, D, F, x_bytes, BLOCK: tl.constexpr):
     """Bytes of a layer in a slot; a row more of x_RD and h1, because a start is rounded up to the row pitch.
 
-    Block-scaled h1's row more has 128 bytes to spare, behind scales that are aligned by themselves.
+    BLOCK: of the columns that stand for x_RD; 0: there are none, or they are expanded and as large. In blocks, h1's row
+    more has 128 bytes to spare, behind scales that are aligned by themselves.
     Example (D = F = 32, 128 rows): 129 * 64 + 129 * 128 = 24768 -> 24832; in blocks of 32, 129 * 32 + 129 * 128 + 4 *
     128 = 21152 -> 21120.
     """
@@ -160,7 +167,7 @@ def _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING: tl.conste
 @triton.jit
 def _place_scaled_scratch(
     place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
-    BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, OUTER_SCALES: tl.constexpr,
+    BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, OUTER_SCALES: tl.constexpr, GROUP: tl.constexpr,
     TRAINING: tl.constexpr,
 ):  # fmt: skip
     """As _place_scratch, the regions of planner.py's second table, scales first.
@@ -171,13 +178,15 @@ def _place_scaled_scratch(
     dy, 1394 and 1522; those of g1 569, over G2 = 569, of h2 1010 (byte 32320): 47680 bytes.
     """
     end = total_bytes.to(tl.int64)
+    ROW_GROUP: tl.constexpr = 0 if TRAINING else GROUP
     widest = tl.maximum(D, 2 * F if TRAINING else F)
-    end -= rows * _round_up(widest // BLOCK, ATOM_C)
-    tl.store(place_ptr + ROW_SCALES, end)
+    if ROW_GROUP == 0:
+        end -= rows * _round_up(widest // BLOCK, ATOM_C)
+        tl.store(place_ptr + ROW_SCALES, end)
     if OUTER_SCALES:
         end -= rows * 4
         tl.store(place_ptr + OUTER, end // 4)
-    if TRAINING:
+    if TRAINING and GROUP == 0:
         if kept != KEEPS_ROWS:
             end -= _column_scales(rows, D, BLOCK)
             tl.store(place_ptr + X_COLUMNS + 1, end)
@@ -197,13 +206,28 @@ def _place_scaled_scratch(
         tl.store(place_ptr + H3, h3)
         end = tl.minimum(end, h3 * (2 * output_columns))
 
-    tl.store(place_ptr + XR, _take(end, rows, D // PER_BYTE))
-    tl.store(place_ptr + H2, _take(end, rows, F // PER_BYTE))
+    tl.store(place_ptr + XR, _take(end, rows, _row_pitch(D, PER_BYTE, ROW_GROUP)))
+    tl.store(place_ptr + H2, _take(end, rows, _row_pitch(F, PER_BYTE, ROW_GROUP)))
     if TRAINING:
         tl.store(place_ptr + G1_ROWS, _take(end, rows, 2 * F))
-    end -= (rows + 1) * (widest // PER_BYTE)
+    end -= (rows + 1) * _row_pitch(widest, PER_BYTE, ROW_GROUP)
 
-    if TRAINING:
+    stage_end = end
+    if TRAINING and GROUP > 0:
+        dy = _take(end, rows, 2 * D)
+        tl.store(place_ptr + H3, dy)
+        tl.store(place_ptr + DY_COLUMNS, dy)
+        stage_end = dy * (2 * D)
+        if kept != KEEPS_ROWS:
+            tl.store(place_ptr + X_COLUMNS, dy - rows)
+            stage_end -= rows * (2 * D)
+        g1 = _take(stage_end, rows, 4 * F)
+        h2 = _take(g1 * (4 * F), rows, 2 * F)
+        tl.store(place_ptr + G1_COLUMNS, g1)
+        tl.store(place_ptr + G2, h2)
+        tl.store(place_ptr + H2_COLUMNS, h2)
+        end = h2 * (2 * F)
+    elif TRAINING:
         h3 = _take(end, rows, 2 * D)
         tl.store(place_ptr + H3, h3)
         if kept != KEEPS_ROWS:
@@ -217,10 +241,10 @@ def _place_scaled_scratch(
         tl.store(place_ptr + G2, g2)
         tl.store(place_ptr + H2_COLUMNS, h2)
         end = h2 * F
-        if stage > 0:
-            first = _take(stage_end, rows, 2 * stage)
-            tl.store(place_ptr + STAGE, first)
-            end = tl.minimum(end, first * (2 * stage))
+    if TRAINING and stage > 0:
+        first = _take(stage_end, rows, 2 * stage)
+        tl.store(place_ptr + STAGE, first)
+        end = tl.minimum(end, first * (2 * stage))
     return total_bytes - end
 
 
@@ -266,6 +290,7 @@ def _plan_forward(
     BLOCK: tl.constexpr,  # values of a scale; 0: bf16
     PER_BYTE: tl.constexpr,
     OUTER_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of a group of expanded rows; 0: operands are codes
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
@@ -277,6 +302,7 @@ def _plan_forward(
     (2, 12) rows make 2560 and x and h1 1920: KEEPS_H1, x at element 512 of rank 0 (byte 1024), H1 = 10 (byte 1280),
     used = (1664, 2688).
     """
+    X_BLOCK: tl.constexpr = BLOCK if GROUP == 0 else 0  # of the columns of x
     tl.store(place_ptr + KEPT, KEEPS_X)
     tl.store(place_ptr + SKIP_X, 1)
     tl.store(place_ptr + SKIP_H1, 1)
@@ -297,12 +323,12 @@ def _plan_forward(
         if tl.max(used) + (depth - layer) * x_bytes > slot_bytes:
             set_fault(fault_ptr, FAULT_SLOT_ROOM, rank, slot, layer, depth)
             return
-        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes, BLOCK)
+        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes, X_BLOCK)
         start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
         if kept == KEEPS_ROWS:
-            if BLOCK == 0:
+            if X_BLOCK == 0:
                 xr = (start + 2 * D - 1) // (2 * D)
-                tl.store(place_ptr + XR, xr)
+                tl.store(place_ptr + (XR if BLOCK == 0 else X_COLUMNS), xr)
                 start = (xr + rows) * (2 * D)
             else:
                 tl.store(place_ptr + X_COLUMNS + 1, start)
@@ -314,7 +340,7 @@ def _plan_forward(
             start += x_bytes
         if kept != KEEPS_X:
             tl.store(place_ptr + H1, (start + 4 * F - 1) // (4 * F))
-        used += _kept_bytes(kept, rows_W, D, F, x_bytes, BLOCK)
+        used += _kept_bytes(kept, rows_W, D, F, x_bytes, X_BLOCK)
         tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
         _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
         _add(stats_ptr + STATS_KEPT + kept, 1)
@@ -341,8 +367,9 @@ def _plan_forward(
         scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
     else:
         scratch = _place_scaled_scratch(
-            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
-        )
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
+            BLOCK, PER_BYTE, OUTER_SCALES, GROUP, TRAINING,
+        )  # fmt: skip
     _raise_to(stats_ptr + STATS_SCRATCH, scratch)
 
 
@@ -372,6 +399,7 @@ def _plan_backward(
     BLOCK: tl.constexpr,
     PER_BYTE: tl.constexpr,
     OUTER_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """One program. A layer that is not the newest of its slot, or of another epoch, is a fault.
@@ -390,12 +418,13 @@ def _plan_backward(
     if (layer != newest) | (tl.load(saved_place_ptr + EPOCH) != tl.load(call_ptr) >> EPOCH_SHIFT):
         set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, newest)
         return
+    X_BLOCK: tl.constexpr = BLOCK if GROUP == 0 else 0
     delay(layer)  # before the header is written, which peers verify
     kept = tl.load(saved_place_ptr + KEPT)
     w = tl.arange(0, BLOCK_W)
     rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
     used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
-    tl.store(slot_used_ptr + slot * W + w, used - _kept_bytes(kept, rows_W, D, F, x_bytes, BLOCK), mask=w < W)
+    tl.store(slot_used_ptr + slot * W + w, used - _kept_bytes(kept, rows_W, D, F, x_bytes, X_BLOCK), mask=w < W)
     tl.store(slot_layers_ptr + slot, newest)
     tl.store(place_ptr + KEPT, kept)
     tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
@@ -417,15 +446,18 @@ def _plan_backward(
         tl.store(place_ptr + X_COLUMNS, tl.load(saved_place_ptr + X_COLUMNS))
         tl.store(place_ptr + X_COLUMNS + 1, tl.load(saved_place_ptr + X_COLUMNS + 1))
         _place_scaled_scratch(
-            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns, BLOCK, PER_BYTE, OUTER_SCALES, TRAINING
-        )
+            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
+            BLOCK, PER_BYTE, OUTER_SCALES, GROUP, TRAINING,
+        )  # fmt: skip
 
 
 def _format_options(geometry: shapes.Geometry) -> dict:
     format = geometry.format
     if format is None:
-        return {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False}
-    return {"BLOCK": format.block, "PER_BYTE": format.values_per_byte, "OUTER_SCALES": format.two_level}
+        return {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False, "GROUP": 0}
+    group = format.expanded_group if geometry.expanded else 0
+    values = {"BLOCK": format.block, "PER_BYTE": format.values_per_byte}
+    return values | {"OUTER_SCALES": format.two_level, "GROUP": group}
 
 
 def plan_forward(

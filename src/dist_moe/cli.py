@@ -272,6 +272,9 @@ def plan(
     skews: Annotated[
         str | None, typer.Option(help="Rows of the fullest rank over the mean, e.g. 1,1.5,2: what each asks for.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Whose form block-scaled operands have, e.g. sm_90. Default: codes and scales.")
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Save stacked bars; with --skews also one that fits each.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one line of JSON.")] = False,
 ) -> None:
@@ -279,7 +282,7 @@ def plan(
     with _one_line_errors():
         if png is not None:
             _check_picture(png)
-        report = Report(sizes.config(None if fits is None else 1), sizes.ep_size, with_weights)
+        report = Report(sizes.config(None if fits is None else 1), sizes.ep_size, with_weights, device)
         answer, headline = {}, None
         if fits is not None:
             if sizes.tokens is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import errors, moe, shapes, vmm
 from .config import Config, as_bool, as_float, config_hash
 from .context import BUILD, Context, live
-from .formats import by_name
+from .formats import by_name, row_pitch
 from .planner import (
     MemoryPlan,
     dedup,
@@ -83,7 +83,10 @@ def create_context(
         prepared.append(_prepare(world, config, backend, name))
         chosen = prepared[0][1].backends.items()
         backends = {op: "triton" if name in LOCAL_BACKENDS else name for op, name in chosen}
-        return asdict(config) | {"backend": backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
+        agreed = {"backend": backends, "peer_timeout_s": timeout_s, "dist_moe": _VERSION}
+        if not config.inference:  # what all ranks keep in a slot depends on its size
+            agreed["expanded operands"] = prepared[0][0].expanded
+        return asdict(config) | agreed
 
     try:
         terms = world.together("create_context", prepare)
@@ -184,7 +187,7 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
             f"create_context: num_experts must be divisible by the number of ranks, got {config.num_experts} experts "
             f"on {world.size} ranks"
         )
-    plan = plan_memory(config, world.size, device=world.device)
+    plan = plan_memory(config, world.size, device=world.device, backend=backend)
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
     if unused := unused_kernel_config(config, call_of(world.device, backend, config), backend):
@@ -234,8 +237,11 @@ def _local_rank(
     widths, format, values = {D, F, 2 * F}, None, {}
     if config.block_scaled is not None:
         format = by_name(config.block_scaled.format)
-        widths |= {width for width in (stage_columns(config), output_columns(config)) if width}
-        values = {C: rows(buffer, C // format.values_per_byte).view(format.value_dtype) for C in (D, F, 2 * F)}
+        staged = stage_columns(config, expanded=plan.expanded)
+        widths |= {width for width in (staged, output_columns(config)) if width}
+        expands_rows = plan.expanded and config.inference
+        dtype = format.expanded_dtype if expands_rows else format.value_dtype
+        values = {C: rows(buffer, row_pitch(format, C, expands_rows)).view(dtype) for C in (D, F, 2 * F)}
     T, K, W = config.num_local_input_tokens, config.top_k, world.size
     return moe.LocalRank(
         rank=rank,

@@ -4,6 +4,7 @@ Everything that a plan, a quantiser and a product must agree on is written here 
 values of the dimension a product sums over; its values share one scale. No constant of a format is repeated elsewhere.
 """
 
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -61,6 +62,16 @@ class Format:
     def outer_scale_bytes(self) -> int:
         return 4 if self.two_level else 0
 
+    @property
+    def expanded_dtype(self) -> torch.dtype:
+        """16 bits that hold a value times its block scale: exactly, E8M0 scales from 2^-117 to 2^119 provided."""
+        return torch.float16 if self.two_level else torch.bfloat16
+
+    @property
+    def expanded_group(self) -> int:
+        """Columns of an expanded row that are in an order of their own, see expanded_order: 128 bytes of codes."""
+        return 128 * self.values_per_byte
+
 
 _E2M1 = {"value_dtype": torch.float4_e2m1fn_x2, "values_per_byte": 2, "mantissa_bits": 1, "min_exponent": 0}
 _E2M1 |= {"largest": 6.0, "nan_code": 0x7}
@@ -84,6 +95,27 @@ def by_name(format: BlockScaledFormat | str) -> Format:
 def padded_scales(rows: int, cols: int) -> tuple[int, int]:
     """Shape of a blocked scale matrix: whole atoms."""
     return align(rows, SCALE_ATOM[0]), align(cols, SCALE_ATOM[1])
+
+
+def row_pitch(format: Format, width: int, expanded: bool = False) -> int:
+    """Bytes from row to row of an operand of rows; expanded rows are padded to whole groups."""
+    if expanded:
+        return format.expanded_dtype.itemsize * align(width, format.expanded_group)
+    return width // format.values_per_byte
+
+
+def expanded_order(format: Format) -> list[int]:
+    """For each position in a group of an expanded row, the column of the group that lies there.
+
+    That of the bytes of codes in the registers of a product: one of four threads has every fourth pair of positions and
+    32 consecutive bytes of codes.
+    Example (e4m3): positions 0 to 9 hold columns 0, 2, 32, 34, 64, 66, 96, 98, 1, 3.
+    """
+    if format.values_per_byte == 1:  # position 32 b + 16 c + 8 d + 2 a + e
+        places = itertools.product(range(4), range(2), range(2), range(4), range(2))
+        return [4 * (8 * a + 2 * b + c) + d + 2 * e for b, c, d, a, e in places]
+    places = itertools.product(range(2), range(2), range(2), range(4), range(4), range(2))
+    return [8 * (8 * a + 4 * h + 2 * b + c) + d + 4 * e for h, b, c, d, a, e in places]  # 128 h + 64 b + 32 c + ...
 
 
 def packed_row_bytes(format: Format, width: int) -> int:

@@ -25,6 +25,7 @@ class MemoryPlan:
     total_virtual_bytes: int
     num_activation_slots: int
     inference: bool
+    expanded: bool
     vmm_granularity_bytes: int | None
     vmm_device_prefix_bytes: int | None
     vmm_host_section_bytes: int | None
@@ -62,6 +63,9 @@ class MemoryPlan:
             f"  virtual address range: {format_bytes(self.total_virtual_bytes)}; {self._slot_note()}",
             f"  limits: {self._explain_limits()}",
         ]
+        if self.expanded:
+            operands = "rows" if self.inference else "columns"
+            lines += [f"  block-scaled operands: {operands} expanded to 16 bits, as this device multiplies them"]
         if self.vmm_granularity_bytes is not None:
             lines += self._explain_mapping()
         lines += [f"  routing tables of a call: {format_bytes(self.routing_table_bytes)}{self._tables_note()}"]

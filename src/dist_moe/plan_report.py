@@ -68,16 +68,18 @@ class Report:
     """The plan of one rank and what else lies in the memory of its device.
 
     Args:  with_weights: count the weights of the layers of a slot, quantised ones and gradients with them.
+           device: as in plan_memory.
     """
 
     config: Config
     ep_size: int
     with_weights: bool = False
+    device: str | None = None
 
     @cached_property
     def plan(self) -> MemoryPlan:
         """Raises as plan_memory, and ValueError for experts that the ranks cannot share."""
-        found = plan_memory(self.config, self.ep_size)
+        found = plan_memory(self.config, self.ep_size, device=self.device)
         if self.config.num_experts % self.ep_size:
             raise ValueError(
                 f"plan: num_experts must be divisible by the number of ranks, got {self.config.num_experts} experts "
@@ -107,7 +109,8 @@ class Report:
         if not plan.inference:
             purpose = f"kept for backward: {plan.num_activation_slots} x {layers} layers"
             found.append(Component("activation slots", "activation slots", plan.total_activation_bytes, purpose))
-        for name, size in scratch_regions(config, plan.device_scratch_capacity_rows).items():
+        regions = scratch_regions(config, plan.device_scratch_capacity_rows, expanded=plan.expanded)
+        for name, size in regions.items():
             found.append(Component(f"scratch {name}", f"scratch {name}", size, PURPOSES[name]))
         for name, size in plan.symmetric_bytes:
             found.append(Component("symmetric regions", f"symmetric {name}", size, PURPOSES[name]))
@@ -169,7 +172,7 @@ class Report:
         config, plan = self.config, self.plan
         factor = min(skew, self.largest_skew)
         rows = capacity_rows(config, self.ep_size, factor)
-        scratch = scratch_bytes(config, rows)
+        scratch = scratch_bytes(config, rows, expanded=plan.expanded)
         on_device, at_all = rows <= plan.device_scratch_capacity_rows, rows <= plan.total_scratch_capacity_rows
         return Skew(
             skew=skew,

@@ -24,13 +24,23 @@ scales: they lie first, aligned by themselves, columns padded to whole atoms.
     column dy          D                  yes                             no                   no
     column h2, g1      F, 2 F             yes                             no                   no
     g2_RF              2 F                yes, but for F = 32             no                   no
-The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, which neither a forward nor
-the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes over columns: see output_columns.
+On a device that multiplies them so (registry.expands_operands) operands that many tiles read are expanded: 16 bits a
+value, no scales but for the outer ones. Those are the rows of inference and the columns of training:
+
+    region             row pitch          scratch of training             of inference         saved, recomputes nothing
+    row x; h2          2 align(C, group)  codes, as above                 one place            no
+    column x           2 D                yes                             no                   yes
+    column dy          2 D                yes                             no                   no
+    column h2, g1      2 F, 4 F           yes, h2 over g2                 no                   no
+The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, expanded over those of dy
+alone, which neither a forward nor the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes
+over columns: see output_columns.
 De-duplicated rows of x and dy are quantised from BF16 ones that lie over g2 and the columns of h2 and g1, which are
 not there yet, in passes over as many columns as these hold: see stage_columns. Where a row of g2 is one block, the
-columns of g1 are written over it.
+columns of g1 are written over it; expanded, those of h2 always are, element for element.
 """
 
+import importlib
 import logging
 import math
 
@@ -38,7 +48,7 @@ import torch
 
 from . import formats, shapes, vmm
 from .config import Config, as_int
-from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, by_name, padded_scales
+from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, by_name, padded_scales, row_pitch
 from .memory_plan import MemoryPlan
 from .shapes import align, cdiv
 
@@ -84,13 +94,15 @@ def row_pitches(config: Config) -> dict[str, int]:
     return pitches if config.inference else pitches | {"g2": F, "dy": D}
 
 
-def _row_bundle_bytes(config: Config, rows: int, width: int) -> int:
+def _row_bundle_bytes(config: Config, rows: int, width: int, expanded: bool) -> int:
     format = _format(config)
-    scales = align(width // format.block, SCALE_ATOM[1]) + format.outer_scale_bytes
-    return _region_bytes(rows, width // format.values_per_byte) + rows * scales
+    scales = format.outer_scale_bytes + (0 if expanded else align(width // format.block, SCALE_ATOM[1]))
+    return _region_bytes(rows, row_pitch(format, width, expanded)) + rows * scales
 
 
-def _column_bundle_bytes(config: Config, rows: int, width: int) -> int:
+def _column_bundle_bytes(config: Config, rows: int, width: int, expanded: bool) -> int:
+    if expanded:
+        return _region_bytes(rows, 2 * width)
     return _region_bytes(rows, width) + rows // _format(config).block * align(width, SCALE_ATOM[0])
 
 
@@ -103,13 +115,14 @@ def _whole(num_bytes: int) -> int:
     return num_bytes // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
-def _block_scaled_scratch_regions(config: Config, rows: int) -> dict[str, int]:
+def _block_scaled_scratch_regions(config: Config, rows: int, expanded: bool) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
     regions = {"h1": _region_bytes(rows, 4 * F)}
-    operands = _row_bundle_bytes(config, rows, max(D, F if config.inference else 2 * F))
+    widest = max(D, F if config.inference else 2 * F)
+    operands = _row_bundle_bytes(config, rows, widest, expanded and config.inference)
     if not config.inference:
-        regions["columns"] = sum(_column_bundle_bytes(config, rows, width) for width in (D, D, F, 2 * F))
-        if F > _format(config).block:
+        regions["columns"] = sum(_column_bundle_bytes(config, rows, width, expanded) for width in (D, D, F, 2 * F))
+        if F > _format(config).block and not expanded:
             regions["g2"] = _region_bytes(rows, 2 * F)
     named = sum(regions.values())
     return regions | {"operands": _whole(named + operands) - named}
@@ -124,7 +137,7 @@ def output_columns(config: Config) -> int:
     return 2 * F // atom * atom or 2 * F
 
 
-def stage_columns(config: Config) -> int:
+def stage_columns(config: Config, *, expanded: bool = False) -> int:
     """Columns of BF16 rows that fit over g2 and the columns of h2 and g1, a multiple of 128, at most D.
 
     0: in block-scaled training rows are pulled route by route, because they are de-duplicated by nothing (bf16,
@@ -133,24 +146,24 @@ def stage_columns(config: Config) -> int:
     if config.block_scaled is None or config.inference:
         return 0
     atom = SCALE_ATOM[0]
-    room = (2 + 1 + 2) * config.intermediate_dim // 2 // atom * atom
+    room = (2 + 4 if expanded else 2 + 1 + 2) * config.intermediate_dim // 2 // atom * atom
     if room == 0 or (passes := cdiv(config.hidden_dim, room)) > MOST_PASSES:
         return 0
     return align(cdiv(config.hidden_dim, passes), atom)
 
 
-def scratch_regions(config: Config, rows: int) -> dict[str, int]:
+def scratch_regions(config: Config, rows: int, *, expanded: bool = False) -> dict[str, int]:
     """Bytes of every region of the scratch of one call with `rows` received rows."""
     if config.block_scaled is not None:
-        return _block_scaled_scratch_regions(config, rows)
+        return _block_scaled_scratch_regions(config, rows, expanded)
     names = ("x", "h1", "h2") if config.inference else ("x", "h1", "h2", "h3")
     pitches = row_pitches(config)
     return {name: _region_bytes(rows, pitches[name]) for name in names}
 
 
-def scratch_bytes(config: Config, rows: int) -> int:
+def scratch_bytes(config: Config, rows: int, *, expanded: bool = False) -> int:
     """Scratch of one call with `rows` received rows."""
-    return sum(scratch_regions(config, rows).values())
+    return sum(scratch_regions(config, rows, expanded=expanded).values())
 
 
 def scratch_layout(config: Config, total_bytes: int, rows: int) -> dict[str, int]:
@@ -176,14 +189,15 @@ def saved_input_bytes(config: Config) -> int:
     return align(2 * config.num_local_input_tokens * config.hidden_dim, SLOT_ALIGNMENT)
 
 
-def saved_full_bytes(config: Config, rows: int) -> int:
+def saved_full_bytes(config: Config, rows: int, *, expanded: bool = False) -> int:
     """What a layer saves that recomputes nothing but the activation: x_RD and h1_R2F.
 
     Block-scaled it is h1 and the columns of x: backward makes those of h2 from h1, which it reads in any case.
+    Expanded, these have the size of x_RD.
     """
-    if config.block_scaled is not None:
+    if config.block_scaled is not None and not expanded:
         h1 = _region_bytes(rows, 4 * config.intermediate_dim)
-        return _whole(h1 + _column_bundle_bytes(config, rows, config.hidden_dim))
+        return _whole(h1 + _column_bundle_bytes(config, rows, config.hidden_dim, expanded=False))
     pitches = row_pitches(config)
     return align(_region_bytes(rows, pitches["x"]) + _region_bytes(rows, pitches["h1"]), SLOT_ALIGNMENT)
 
@@ -206,8 +220,9 @@ def slot_geometry(config: Config, ep_size: int, plan: MemoryPlan) -> shapes.Geom
         total_bytes=plan.total_virtual_bytes,
         training=not config.inference,
         format=None if config.block_scaled is None else _format(config),
-        stage_columns=stage_columns(config),
+        stage_columns=stage_columns(config, expanded=plan.expanded),
         output_columns=output_columns(config),
+        expanded=plan.expanded,
     )
 
 
@@ -329,7 +344,7 @@ def _check(config: Config, ep_size: int, device_factor: float, total_factor: flo
         )
 
 
-def _slot_sizes(config: Config, balanced_rows: int, total_rows: int) -> tuple[int, int, int, int]:
+def _slot_sizes(config: Config, balanced_rows: int, total_rows: int, expanded: bool) -> tuple[int, int, int, int]:
     """Minimum, balanced full-save, maximum useful and chosen bytes of one slot."""
     if config.inference:
         return 0, 0, 0, 0
@@ -338,7 +353,7 @@ def _slot_sizes(config: Config, balanced_rows: int, total_rows: int) -> tuple[in
     # Saving everything can take less than the minimum, which is there in any case: with few rows (a factor below 1), or
     # where MXFP8 rows of one expert a token replace a bf16 x and F is small.
     balanced, useful = (
-        max(minimum, align(num_layers * saved_full_bytes(config, rows), SLOT_ALIGNMENT))
+        max(minimum, align(num_layers * saved_full_bytes(config, rows, expanded=expanded), SLOT_ALIGNMENT))
         for rows in (balanced_rows, total_rows)
     )
     if config.activation_slot_bytes is not None:
@@ -364,17 +379,27 @@ def _warn(config: Config, ep_size: int, useful_slot: int, chosen_slot: int) -> N
         )
 
 
+def _expands_operands(config: Config, device: torch.device | str, backend: str | None) -> bool:
+    if config.block_scaled is None:
+        return False
+    registry = importlib.import_module(f"{__package__}.registry")  # which needs this module
+    return registry.expands_operands(config, registry.call_of(device, backend, config), backend)
+
+
 def plan_memory(
     config: Config,
     ep_size: int,
     *,
     device: torch.device | str | None = None,
+    backend: str | None = None,
     vmm_granularity_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one rank of ep_size ranks. Plain arithmetic on any machine; not collective.
 
-    Args:    device: with host scratch, the CUDA device whose driver gives the granularity; a CPU has none, and its
-             plain buffer holds all of the scratch.
+    Args:    device: of the Context, which may expand block-scaled operands; without one they are codes and scales. A
+             GPU of another machine by its compute capability, as "sm_90". With host scratch, the CUDA device whose
+             driver gives the granularity; a CPU has none, and its plain buffer holds all of the scratch.
+             backend: as in create_context.
              vmm_granularity_bytes: of the driver's mappings, usually 2 MiB, instead of asking a driver; with host
              scratch it gives the sizes of the physical mapping, which are None and 0 without it.
     Returns: the plan that create_context would allocate.
@@ -396,17 +421,18 @@ def plan_memory(
     device_rows = capacity_rows(config, ep_size, device_factor)
     total_rows = capacity_rows(config, ep_size, total_factor)
     full_rows = capacity_rows(config, ep_size, 1.0)
-    minimum, balanced_slot, useful, slot = _slot_sizes(config, full_rows, total_rows)
+    expanded = device is not None and _expands_operands(config, device, backend)
+    minimum, balanced_slot, useful, slot = _slot_sizes(config, full_rows, total_rows, expanded)
     _warn(config, ep_size, useful, slot)
 
     num_slots = 0 if config.inference else config.num_activation_slots
-    device_scratch = scratch_bytes(config, device_rows)
-    host_scratch = max(0, scratch_bytes(config, total_rows) - device_scratch)
+    device_scratch = scratch_bytes(config, device_rows, expanded=expanded)
+    host_scratch = max(0, scratch_bytes(config, total_rows, expanded=expanded) - device_scratch)
     used_bytes = num_slots * slot + device_scratch + host_scratch
     granularity, mapped, virtual_bytes = None, (None, None, None), used_bytes
     if host_scratch:
         granularity = vmm_granularity_bytes
-        if granularity is None and device is not None and torch.device(device).type == "cuda":
+        if granularity is None and device is not None and str(device).partition(":")[0] == "cuda":
             granularity = vmm.granularity_bytes(device)
         if granularity is not None:
             mapped = vmm.sections(num_slots * slot, host_scratch, device_scratch, granularity)
@@ -431,6 +457,7 @@ def plan_memory(
         total_virtual_bytes=virtual_bytes,
         num_activation_slots=num_slots,
         inference=config.inference,
+        expanded=expanded,
         vmm_granularity_bytes=granularity,
         vmm_device_prefix_bytes=mapped[0],
         vmm_host_section_bytes=mapped[1],

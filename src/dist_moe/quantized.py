@@ -29,6 +29,9 @@ class Bundle(NamedTuple):
     """Quantised rows of one call inside the activation buffer; where they lie is decided on the device.
 
     values [X, C / values_per_byte], the whole buffer as rows of C values: row r of the call is row start_1 + r.
+    Expanded, values are 16-bit floats, the format's expanded_dtype: code times block scale, so that scales and
+    scales_start_1 are None. Of rows [X, align(C, expanded_group)], in every group in formats.expanded_order, zeros
+    behind C; of columns [X, C] as they come.
     scales: the whole buffer in the dtype of scales, flat; the matrix of the call, always in blocked order, begins at
     byte scales_start_1, a multiple of 128. Of rows, blocks along a row, it is [rows, align(C / block, 4)], and of
     columns, blocks of 32 rows, [align(C, 128), rows / 32], where rows, with padding, is the last word of row_start_P.
@@ -38,10 +41,14 @@ class Bundle(NamedTuple):
 
     values: Tensor
     start_1: Tensor
-    scales: Tensor
-    scales_start_1: Tensor
+    scales: Tensor | None = None
+    scales_start_1: Tensor | None = None
     outer_inv: Tensor | None = None
     outer_inv_start_1: Tensor | None = None
+
+    @property
+    def expanded(self) -> bool:
+        return self.values.dtype in (torch.bfloat16, torch.float16)
 
 
 class QuantizedWeights(NamedTuple):
@@ -211,18 +218,25 @@ def packed_out(op: str, x_TD, format: Format, out_TB: Tensor | None) -> Tensor:
 # Bundles and products of them
 
 
-def check_bundle(op: str, name: str, bundle: Bundle, format: Format, width: int) -> None:
-    """A bundle of rows, or columns, of `width` values; where it begins no check can read."""
+def check_bundle(
+    op: str, name: str, bundle: Bundle, format: Format, width: int, *, expanded_width: int | None = None
+) -> None:
+    """A bundle of rows, or columns, of `width` values, or, given expanded_width, expanded ones of that many; where it
+    begins no check can read."""
     if width == 0 or width % DIM_MULTIPLE:
         raise ValueError(f"{op}: rows of {name} must have a multiple of {DIM_MULTIPLE} values, got {width}")
-    for part, tensor, dtype, size in (
-        ("values", bundle.values, format.value_dtype, (width // format.values_per_byte,)),
-        ("scales", bundle.scales, format.scale_dtype, ()),
-        ("outer_inv", bundle.outer_inv, torch.float32, ()),
+    values, scales = (format.value_dtype, (width // format.values_per_byte,)), (format.scale_dtype, ())
+    if expanded_width is not None and bundle.expanded:
+        values, scales = (format.expanded_dtype, (expanded_width,)), (None, "expanded values hold them")
+    outer = (torch.float32, ()) if format.two_level else (None, f"{format.name} has no outer scales")
+    for part, tensor, (dtype, size) in (
+        ("values", bundle.values, values),
+        ("scales", bundle.scales, scales),
+        ("outer_inv", bundle.outer_inv, outer),
     ):
-        if part == "outer_inv" and not format.two_level:
+        if dtype is None:
             if tensor is not None:
-                raise ValueError(f"{op}: {name}.outer_inv must be None, as {format.name} has no outer scales")
+                raise ValueError(f"{op}: {name}.{part} must be None, as {size}")
             continue
         fits = tensor is not None and tensor.dim() == 1 + len(size) and tensor.shape[1:] == size
         if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -286,8 +300,10 @@ def check_scaled_wgrad(op: str, dy: Bundle, x: Bundle, row_start_P, num_rows_L, 
     if out.dtype not in (torch.bfloat16, torch.float32) or not fits or not out.is_contiguous():
         wanted = f"contiguous bf16 or fp32 [L, N, K] with N and K multiples of {DIM_MULTIPLE}"
         raise ValueError(f"{op}: out_LNK must be {wanted}, got {out.dtype} {list(out.shape)}")
-    check_bundle(op, "dy", dy, format, out.shape[1])
-    check_bundle(op, "x", x, format, out.shape[2])
+    for name, bundle, width in (("dy", dy, out.shape[1]), ("x", x, out.shape[2])):
+        check_bundle(op, name, bundle, format, width, expanded_width=width)
+    if dy.expanded != x.expanded:
+        raise ValueError(f"{op}: dy and x must both be expanded or neither, got {dy.values.dtype}, {x.values.dtype}")
     _check_tables(op, row_start_P, num_rows_L, out.shape[0])
 
 
@@ -304,7 +320,7 @@ def check_producer(op: str, format: Format, rows: Bundle | None, columns: Bundle
         check_bundle(op, "rows", rows, format, width)
     if columns is not None:
         _check_one_byte(op, format)
-        check_bundle(op, "columns", columns, format, width)
+        check_bundle(op, "columns", columns, format, width, expanded_width=width)
 
 
 def check_staged(op: str, staged: Tensor, window: tuple[int, int], width: int) -> None:
@@ -357,7 +373,7 @@ def check_swiglu_backward_quantize(
     check_bundle(op, "g1_rows", g1_rows, format, 2 * F)
     for name, bundle, width in (("g1_columns", g1_columns, 2 * F), ("h2_columns", h2_columns, F)):
         if bundle is not None:
-            check_bundle(op, name, bundle, format, width)
+            check_bundle(op, name, bundle, format, width, expanded_width=width)
     return F
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .formats import SCALE_ATOM
+from .formats import SCALE_ATOM, row_pitch
 from .reference_memory import set_fault
 from .shapes import Geometry, align, cdiv
 
@@ -12,10 +12,11 @@ from .shapes import Geometry, align, cdiv
 def _kept_bytes(rows: Tensor, g: Geometry, kept: int) -> Tensor:
     """Bytes that a layer with this many rows takes in a slot; a row more of x_RD and h1, as their starts round up.
 
-    Block-scaled, KEEPS_ROWS has the columns of x instead of x_RD, and its scales; h1's row more has 128 bytes to spare.
+    Block-scaled, KEEPS_ROWS has the columns of x instead of x_RD, and their scales, so that h1's row more has 128 bytes
+    to spare; or they are expanded and as large as x_RD.
     """
     D, h1 = g.hidden_dim, (rows + 1) * 4 * g.intermediate_dim
-    if kept == shapes.KEEPS_ROWS and g.format is not None:
+    if kept == shapes.KEEPS_ROWS and g.format is not None and not g.expanded:
         return (h1 + (rows + 1) * D + _column_scale_bytes(g, rows, D)) // 128 * 128
     raw = {
         shapes.KEEPS_X: torch.full_like(rows, g.x_bytes),
@@ -77,10 +78,11 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
         place[word] = (end - rows * pitch) // pitch
         end = int(place[word]) * pitch
 
-    place[shapes.PLACE_ROW_SCALES] = take(rows * align(g.widest_rows // g.format.block, SCALE_ATOM[1]))
+    if not g.expands_rows:
+        place[shapes.PLACE_ROW_SCALES] = take(rows * align(g.widest_rows // g.format.block, SCALE_ATOM[1]))
     if g.format.two_level:
         place[shapes.PLACE_OUTER] = take(rows * 4) // 4
-    if g.training:
+    if g.training and not g.expanded:
         if kept != shapes.KEEPS_ROWS:
             place[shapes.PLACE_X_COLUMNS + 1] = take(_column_scale_bytes(g, rows, D))
         for word, width in (
@@ -99,11 +101,21 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
 
     for word, width in ((shapes.PLACE_XR, D), (shapes.PLACE_H2, F), (shapes.PLACE_G1_ROWS, 2 * F)):
         if word != shapes.PLACE_G1_ROWS or g.training:
-            pitch = width // g.format.values_per_byte
+            pitch = row_pitch(g.format, width, g.expands_rows)
             place[word] = (end - rows * pitch) // pitch
-    take((rows + 1) * g.widest_rows // g.format.values_per_byte)
+    take((rows + 1) * row_pitch(g.format, g.widest_rows, g.expands_rows))
 
-    if g.training:
+    stage_end = end
+    if g.expands_columns:
+        take_rows(shapes.PLACE_H3, 2 * D)
+        place[shapes.PLACE_DY_COLUMNS] = place[shapes.PLACE_H3]
+        if kept != shapes.KEEPS_ROWS:
+            take_rows(shapes.PLACE_X_COLUMNS, 2 * D)
+        stage_end = end
+        take_rows(shapes.PLACE_G1_COLUMNS, 4 * F)
+        take_rows(shapes.PLACE_H2_COLUMNS, 2 * F)
+        place[shapes.PLACE_G2] = place[shapes.PLACE_H2_COLUMNS]
+    elif g.training:
         take_rows(shapes.PLACE_H3, 2 * D)
         first_row = 2 * int(place[shapes.PLACE_H3])
         if kept != shapes.KEEPS_ROWS:
@@ -115,10 +127,10 @@ def _place_scaled_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> i
         if F > g.format.block:
             take_rows(shapes.PLACE_G2, 2 * F)
         take_rows(shapes.PLACE_H2_COLUMNS, F)
-        if g.stage_columns:
-            pitch = 2 * g.stage_columns
-            place[shapes.PLACE_STAGE] = (stage_end - rows * pitch) // pitch
-            end = min(end, int(place[shapes.PLACE_STAGE]) * pitch)
+    if g.stage_columns:
+        pitch = 2 * g.stage_columns
+        place[shapes.PLACE_STAGE] = (stage_end - rows * pitch) // pitch
+        end = min(end, int(place[shapes.PLACE_STAGE]) * pitch)
     return g.total_bytes - end
 
 
@@ -162,14 +174,15 @@ def plan_forward(
         start = slot * g.slot_bytes + int(slot_used_NW[slot, rank])
         kept = _choose_kept(slot_used_NW[slot], rank_rows_W, g, depth - 1 - layer)
         slot_used_NW[slot] += _kept_bytes(rank_rows_W, g, kept)
-        if kept == shapes.KEEPS_ROWS and g.format is not None:
+        if kept == shapes.KEEPS_ROWS and g.format is not None and not g.expanded:
             place[shapes.PLACE_X_COLUMNS + 1] = start
             start += _column_scale_bytes(g, rows, g.hidden_dim)
             h1_end = (cdiv(start, 4 * g.intermediate_dim) + rows) * 4 * g.intermediate_dim
             place[shapes.PLACE_X_COLUMNS] = cdiv(h1_end, g.hidden_dim)
         elif kept == shapes.KEEPS_ROWS:
-            place[shapes.PLACE_XR] = cdiv(start, 2 * g.hidden_dim)
-            start = (int(place[shapes.PLACE_XR]) + rows) * 2 * g.hidden_dim
+            word = shapes.PLACE_XR if g.format is None else shapes.PLACE_X_COLUMNS
+            place[word] = cdiv(start, 2 * g.hidden_dim)
+            start = (int(place[word]) + rows) * 2 * g.hidden_dim
         else:
             place[shapes.PLACE_X] = start // 2
             start += g.x_bytes

@@ -43,6 +43,7 @@ class Impl:
     refuses: Callable[[Call], str | None]  # None: can run; otherwise the reason, in words
     note: str = ""  # what whoever gets it should know
     takes_kernel_config: bool = False  # of BlockScaledConfig, as an argument of its own
+    expanded: bool = False  # multiplies expanded operands, which a Context then makes; see quantized.Bundle
 
 
 def _too_old(package: str, found: str, needed: tuple[int, int]) -> str | None:
@@ -254,6 +255,15 @@ def choose(op: str, call: Call, backend: str | None = None) -> tuple[Impl, list[
     raise RuntimeError(f"{op} cannot run on {call.device} with {asked}:\n  " + "\n  ".join(reasons))
 
 
+def expands_operands(config: Config, call: Call, backend: str | None = None) -> bool:
+    """Whether a Context keeps what many tiles read in 16 bits: rows in inference, columns in training."""
+    if config.block_scaled is None:
+        return False
+    op = "grouped_gemm_scaled" if config.inference else "grouped_gemm_scaled_wgrad"
+    rows = [impl for impl in IMPLS if impl.op == op and backend in (None, impl.backend) and impl.refuses(call) is None]
+    return bool(rows) and rows[0].expanded
+
+
 def function(impl: Impl, config: Config | None = None) -> Callable:
     """What the row names, with the kernel configuration of the Config if it takes one; its module is imported now."""
     module, name = impl.where.split(":")
@@ -339,7 +349,7 @@ def explain(
     Raises:  ValueError, TypeError as plan_memory; RuntimeError as create_context when no backend runs.
     """
     if _capability(device):
-        where, plan_for = device, {"vmm_granularity_bytes": DRIVER_GRANULARITY_BYTES}
+        where, plan_for = device, {"device": device, "vmm_granularity_bytes": DRIVER_GRANULARITY_BYTES}
     else:
         where = device = default_device(device)
         plan_for = {"device": device}
@@ -347,7 +357,7 @@ def explain(
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
     obstacle = None
     try:
-        plan = plan_memory(config, ep_size, **plan_for)
+        plan = plan_memory(config, ep_size, backend=backend, **plan_for)
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
         plan, obstacle = plan_memory(config, ep_size), str(error)
     lines = [plan.explain(), f"exchange: {scheme}", f"outputs: {_outputs_in_words(config, ep_size)}"]

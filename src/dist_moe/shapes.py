@@ -113,10 +113,19 @@ class Geometry:
     format: Format | None = None  # of block-scaled execution
     stage_columns: int = 0  # see planner
     output_columns: int = 0
+    expanded: bool = False  # rows in inference, columns in training; see quantized.Bundle
 
     @property
     def place_words(self) -> int:
         return PLACE_WORDS if self.format is None else SCALED_PLACE_WORDS
+
+    @property
+    def expands_rows(self) -> bool:
+        return self.expanded and not self.training
+
+    @property
+    def expands_columns(self) -> bool:
+        return self.expanded and self.training
 
     @property
     def widest_rows(self) -> int:
@@ -134,8 +143,8 @@ PLACE_H2 = 7  # h2 in forward, g2 in backward, in rows of F; block-scaled the ro
 PLACE_H3 = 8  # h3 in forward, dy_RD in backward, in rows of D; block-scaled h3 in rows of output_columns, x-gradients
 PLACE_SKIP_X, PLACE_SKIP_H1 = 9, 10  # stop words of saving x and making x_RD again, and of making h1 again: 0 to run
 PLACE_WORDS = 11
-# More words of block-scaled calls. A bundle has a word for its values, in rows of its width, and one for its scales,
-# in bytes; all row bundles have the same place for scales.
+# More words of block-scaled calls. A bundle has a word for its values, in rows of its pitch, and one for its scales,
+# in bytes, unused where it is expanded; all row bundles have the same place for scales.
 PLACE_SKIP_COLUMNS = 11  # stop word of making the columns of x in forward
 PLACE_ROW_SCALES, PLACE_OUTER = 12, 13  # bytes; FP32 elements
 PLACE_G1_ROWS, PLACE_G2 = 14, 15  # rows of 2F values; g2_RF in rows of F

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
+import torch
+
 from .config import Config, as_int
 from .planner import plan_memory
 
@@ -65,6 +67,7 @@ def color_activation_slots(
     *,
     config: Config | None = None,
     ep_size: int | None = None,
+    device: torch.device | str | None = None,
 ) -> SlotColoring:
     """Give every forward of one pipeline rank's schedule its activation slot. Plain arithmetic, once, at setup.
 
@@ -81,6 +84,7 @@ def color_activation_slots(
              layer_bytes: what one layer takes in a slot. Or
              config, ep_size: the Config to be, but for its numbers of slots and layers; plan_memory then gives the
              bytes. With neither, bytes count layers.
+             device: of the Context, as in plan_memory.
     Returns: the SlotColoring; num_activation_slots is the largest number of slots ever held at once.
     Raises:  ValueError for actions that are no schedule (one comes twice, a forward or backward is missing, a stage or
              kind is unknown, stages run different microbatches), for no MoE layers at all, and for a Config that is
@@ -114,7 +118,7 @@ def color_activation_slots(
         if config is None:
             return num_slots * depth * (1 if layer_bytes is None else layer_bytes)
         sized = replace(config, num_activation_slots=num_slots, max_moe_layers_per_activation_slot=depth)
-        return plan_memory(sized, ep_size).total_activation_bytes
+        return plan_memory(sized, ep_size, device=device).total_activation_bytes
 
     all_layers, most_layers = sum(layers.values()), max(layers.values())
     microbatch_bytes, stage_bytes = num_bytes(by_microbatch, all_layers), num_bytes(by_stage, most_layers)

@@ -92,6 +92,12 @@ def test_every_flag_of_plan_sets_its_field(run, flags, fields):
     assert json.loads(out) == Report(replace(CONFIG, **fields), 2).to_dict()
 
 
+def test_plan_for_a_gpu_that_is_not_here(run):
+    flags = ("--precision", "mxfp8", "--device", "sm_90")
+    _, out, _ = run("plan", *SHAPE, "--json", *flags)
+    assert json.loads(out) == Report(replace(CONFIG, block_scaled=MX()), 2, device="sm_90").to_dict()
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_a_model_gives_the_sizes_that_no_flag_gives(run, model):
     sizes = {"--hidden": model.D, "--intermediate": model.F, "--top-k": model.K, "--experts": model.E}
@@ -138,7 +144,7 @@ def test_a_picture_needs_matplotlib(run, monkeypatch, tmp_path):
 def test_plan_and_explain_take_the_same_sizes(run):
     flags = [set(re.findall(r"--[\w-]+", run(command, "--help")[1])) for command in ("plan", "explain")]
     assert flags[0] - flags[1] == {"--fits", "--with-weights", "--skews", "--png", "--json"}
-    assert flags[1] - flags[0] == {"--device", "--backend"}
+    assert flags[1] - flags[0] == {"--backend"}
 
 
 def test_explain_prints_what_would_run(run):

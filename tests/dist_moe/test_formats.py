@@ -14,9 +14,11 @@ from dist_moe.formats import (
     ROW_ALIGNMENT,
     SCALE_ATOM,
     by_name,
+    expanded_order,
     packed_row_bytes,
     packed_row_parts,
     padded_scales,
+    row_pitch,
 )
 
 
@@ -51,6 +53,36 @@ def test_groups_of_any_size_are_padded_by_one_constant(rows, padded):
     assert padded_scales(rows, 4)[0] == padded
     assert planner.ROW_ALIGNMENT is ROW_ALIGNMENT and SCALE_ATOM[0] == ROW_ALIGNMENT
     assert planner.SCALE_ATOM is SCALE_ATOM and planner.by_name is by_name
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_expanded_rows_are_whole_groups_of_128_bytes_of_codes(format):
+    group = format.expanded_group
+    order = expanded_order(format)
+    assert sorted(order) == list(range(group)) and group // format.values_per_byte == 128
+    # Positions 2 a, 2 a + 1 and those 8 apart are of thread a of four: 32 consecutive bytes of codes.
+    thread = torch.tensor(order).view(-1, 4, 2).transpose(0, 1).flatten(1).sort(dim=1).values
+    assert torch.equal(thread.flatten(), torch.arange(group))
+    assert row_pitch(format, 2 * group - 32, expanded=True) == 4 * group
+    assert row_pitch(format, 64) == 64 // format.values_per_byte
+
+
+def test_examples_of_the_order():
+    """Positions by their formulas, and codes that a thread has in consecutive registers."""
+    assert expanded_order(MXFP8_E4M3)[:10] == [0, 2, 32, 34, 64, 66, 96, 98, 1, 3]
+    assert expanded_order(MXFP8_E4M3)[32 * 3 + 16 + 8 + 2 * 2 + 1] == 4 * (8 * 2 + 2 * 3 + 1) + 1 + 2
+    assert expanded_order(NVFP4)[128 + 64 + 32 + 8 * 3 + 2 * 2 + 1] == 8 * (8 * 2 + 4 + 2 + 1) + 3 + 4
+
+
+def test_expanded_values_are_exact():
+    """A code of a block and its scale have 4 + 1 and 2 + 4 bits of mantissa."""
+    e4m3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    e4m3 = e4m3[e4m3.isfinite()]
+    products = e4m3[:, None] * torch.tensor([2.0**-117, 1.0, 2.0**118])
+    assert torch.equal(products.to(MXFP8_E4M3.expanded_dtype).float(), products)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    products = e2m1[:, None] * e4m3[e4m3 >= 2.0**-9]
+    assert torch.equal(products.to(NVFP4.expanded_dtype).float(), products)
 
 
 @pytest.mark.parametrize("width", [32, 96, 160, 2880, 7168])

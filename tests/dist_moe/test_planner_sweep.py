@@ -5,12 +5,13 @@ import logging
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tests.reference_plan import EXACT, allowed_excess, reference_plan
 
-from dist_moe import reference_slots, shapes
+from dist_moe import reference_slots, registry, shapes
 from dist_moe.config import BlockScaledConfig, Config, VmmConfig
 from dist_moe.planner import (
     MemoryPlan,
@@ -144,10 +145,17 @@ def test_regions_are_aligned_disjoint_inside_the_scratch_and_above_the_slots():
 # Block-scaled regions as the device-side planner lays them out; test_plan_slots.py looks at their places
 
 
-def test_block_scaled_regions_fit_in_the_scratch():
+@pytest.fixture(params=[False, True], ids=["codes", "expanded"])
+def on_the_cpu(request, monkeypatch) -> dict:
+    """How plan_memory is asked; as on a GPU that expands operands, or not."""
+    monkeypatch.setattr(registry, "expands_operands", lambda config, call, backend: request.param)
+    return {"device": "cpu"}
+
+
+def test_block_scaled_regions_fit_in_the_scratch(on_the_cpu):
     rng = random.Random(5)
     for config, W in random_cases(seed=6, number=500, precisions=(*MXFP8, *NVFP4)):
-        plan = outcome(plan_memory, config, W)
+        plan = outcome(partial(plan_memory, **on_the_cpu), config, W)
         if isinstance(plan, ValueError):
             continue
         for capacity, total_bytes in (
@@ -158,22 +166,24 @@ def test_block_scaled_regions_fit_in_the_scratch():
             for rows in {capacity, rng.randint(0, capacity // 128) * 128}:
                 place = torch.zeros(geometry.place_words, dtype=torch.int64)
                 used = reference_slots._place_scratch(place, geometry, rows, shapes.KEEPS_X)
-                assert used <= scratch_bytes(config, rows), (config, W)
+                assert used <= scratch_bytes(config, rows, expanded=plan.expanded), (config, W)
                 assert total_bytes - used >= plan.total_activation_bytes and place.min() >= 0, (config, W)
 
 
-def test_block_scaled_layers_take_in_the_slot_what_is_planned():
-    """A layer that recomputes nothing, up from a multiple of 128: the scales of x, h1, the columns of x."""
+def test_block_scaled_layers_take_in_the_slot_what_is_planned(on_the_cpu):
+    """A layer that recomputes nothing, up from a multiple of 128: the scales of x, h1, the columns of x; or expanded
+    the columns of x, h1."""
     for config, W in random_cases(seed=7, number=500, precisions=MXFP8):
-        plan = outcome(plan_memory, config, W)
+        plan = outcome(partial(plan_memory, **on_the_cpu), config, W)
         if isinstance(plan, ValueError) or config.inference:
             continue
         rows, D, F = plan.total_scratch_capacity_rows, config.hidden_dim, config.intermediate_dim
         geometry, rows_1 = slot_geometry(config, W, plan), torch.tensor([rows])
-        for kept, planned in ((shapes.KEEPS_ROWS, saved_full_bytes), (shapes.KEEPS_H1, saved_h1_bytes)):
+        full = partial(saved_full_bytes, expanded=plan.expanded)
+        for kept, planned in ((shapes.KEEPS_ROWS, full), (shapes.KEEPS_H1, saved_h1_bytes)):
             assert int(reference_slots._kept_bytes(rows_1, geometry, kept)) == planned(config, rows), (config, W)
         start = end = 128 * random.Random(rows).randint(0, 1000)
-        end += rows // 32 * align(D, 128)
-        for pitch in (4 * F, D):
+        end += 0 if plan.expanded else rows // 32 * align(D, 128)
+        for pitch in (2 * D, 4 * F) if plan.expanded else (4 * F, D):
             end = align(end, pitch) + rows * pitch
-        assert end - start <= saved_full_bytes(config, rows), (config, W)
+        assert end - start <= full(config, rows), (config, W)

@@ -15,6 +15,7 @@ from dist_moe import (
     VmmConfig,
     create_context,
     explain,
+    plan_memory,
     reference,
     registry,
 )
@@ -200,6 +201,24 @@ def test_explain_takes_a_gpu_that_is_not_here(monkeypatch, tried_dsl):
     assert "mapping granularity" in explain(replace(CONFIG, vmm=VmmConfig()), 2, device="sm_100")
     with pytest.raises(RuntimeError, match=r"Hopper\) are not supported, found 8.9"):
         explain(SCALED, 2, device="sm_89")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_device_does_with_operands(monkeypatch, inference):
+    """As its chosen product takes them, on a GPU that need not be here; a Context plans what it allocates."""
+    op = "grouped_gemm_scaled" if inference else "grouped_gemm_scaled_wgrad"
+    config = replace(SCALED, inference=inference)
+    found = {}
+    for expanded in (False, True):
+        row = registry.Impl(op, "gluon", "nowhere:at_all", registry.needs_hopper, expanded=expanded)
+        monkeypatch.setattr(registry, "IMPLS", (row, *IMPLS))
+        found[expanded] = plan_memory(config, 2, device="sm_90")
+        assert plan_memory(config, 2, device="sm_90", backend="triton") == plan_memory(config, 2)
+        assert plan_memory(config, 2, device="sm_100") == plan_memory(config, 2, device="cpu") == plan_memory(config, 2)
+        assert not plan_memory(replace(config, block_scaled=None), 2, device="sm_90").expanded
+        assert ("expanded to 16 bits" in explain(config, 2, device="sm_90")) == expanded
+    assert found[False] == plan_memory(config, 2) and found[True].expanded
+    assert found[True].device_scratch_bytes > found[False].device_scratch_bytes
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.backend}")

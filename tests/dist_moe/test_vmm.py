@@ -299,7 +299,7 @@ class Mappings:
 def mapped(monkeypatch):
     """Contexts on the CPU whose plan has sections, as on a GPU."""
     mappings = Mappings()
-    monkeypatch.setattr(create, "plan_memory", lambda *args, device: plan_memory(*args, vmm_granularity_bytes=4096))
+    monkeypatch.setattr(create, "plan_memory", lambda *args, **how: plan_memory(*args, vmm_granularity_bytes=4096))
     monkeypatch.setattr(vmm, "map_buffer", mappings.map_buffer)
     return mappings
 

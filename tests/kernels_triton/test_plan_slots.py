@@ -33,13 +33,16 @@ def geometry(D, F, *, slot_bytes, T_max=4, balanced=4, num_slots=1, capacity=64,
     return Geometry(D, F, slot_bytes, x_bytes, x_h1_bytes, total, training)
 
 
-def scaled_geometry(D, F, *, slot_bytes, T_max=4, balanced=128, num_slots=1, capacity=512, format=MXFP8_E4M3, stage=0):
+def scaled_geometry(
+    D, F, *, slot_bytes, T_max=4, balanced=128, num_slots=1, capacity=512, format=MXFP8_E4M3, stage=0, expanded=False
+):
     """As the planner makes it; training in MXFP8, inference in NVFP4."""
     g = geometry(D, F, slot_bytes=slot_bytes, T_max=T_max, balanced=balanced, training=not format.two_level)
     how = {"inference": True} if format.two_level else {}
     config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig(format.name), **how)
-    total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity)
-    return replace(g, total_bytes=total, format=format, stage_columns=stage, output_columns=output_columns(config))
+    total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity, expanded=expanded)
+    how = {"stage_columns": stage, "output_columns": output_columns(config), "expanded": expanded}
+    return replace(g, total_bytes=total, format=format, **how)
 
 
 class Planner:
@@ -129,7 +132,7 @@ def words(place, *names) -> list[int]:
 
 def kept_bytes(g: Geometry, rows: int, kept: int) -> int:
     """One row more of x_RD and of h1 where they are kept, the sum rounded up to 128 bytes."""
-    if g.format is not None and kept == shapes.KEEPS_ROWS:
+    if g.format is not None and kept == shapes.KEEPS_ROWS and not g.expanded:
         raw = (rows + 1) * (g.hidden_dim + 4 * g.intermediate_dim) + rows // 32 * align(g.hidden_dim, 128)
         return raw - raw % 128
     raw = (rows + 1) * 2 * g.hidden_dim if kept == shapes.KEEPS_ROWS else g.x_bytes
@@ -173,7 +176,7 @@ class Rules:
 def slot_bytes_in_use(g: Geometry, place, rows: int, num_tokens_max: int) -> list[tuple[int, int]]:
     """Byte ranges that a live layer holds in its slot."""
     if word(place, "KEPT") == shapes.KEEPS_ROWS and g.format is not None:
-        held = _column_bundle(place, "X", rows, g.hidden_dim)
+        held = _column_bundle(g, place, "X", rows, g.hidden_dim)
     elif word(place, "KEPT") == shapes.KEEPS_ROWS:
         held = [_region(word(place, "XR"), rows, 2 * g.hidden_dim)]
     else:
@@ -183,7 +186,9 @@ def slot_bytes_in_use(g: Geometry, place, rows: int, num_tokens_max: int) -> lis
     return held
 
 
-def _column_bundle(place, name: str, rows: int, width: int) -> list[tuple[int, int]]:
+def _column_bundle(g: Geometry, place, name: str, rows: int, width: int) -> list[tuple[int, int]]:
+    if g.expanded:
+        return [_region(word(place, f"{name}_COLUMNS"), rows, 2 * width)]
     scales = int(place[getattr(shapes, f"PLACE_{name}_COLUMNS") + 1])
     assert scales % 128 == 0
     return [_region(word(place, f"{name}_COLUMNS"), rows, width), (scales, scales + rows // 32 * align(width, 128))]
@@ -195,23 +200,27 @@ def scaled_scratch_in_use(g: Geometry, place, rows: int) -> list[list[tuple[int,
     h1 = [_region(word(place, "H1"), rows, 4 * F)] if kept == shapes.KEEPS_X else []
 
     def row_bundle(name: str, width: int) -> list[tuple[int, int]]:
-        scales = word(place, "ROW_SCALES")
-        held = [_region(word(place, name), rows, width // g.format.values_per_byte)]
+        held, scales = [], word(place, "ROW_SCALES")
         if g.format.two_level:
             held.append(_region(word(place, "OUTER"), rows, 4))
+        if g.expanded and not g.training:
+            return [*held, _region(word(place, name), rows, 2 * align(width, 128 * g.format.values_per_byte))]
+        held.append(_region(word(place, name), rows, width // g.format.values_per_byte))
         return [*held, (scales, scales + rows * align(width // g.format.block, 4))]
 
     if not g.training:
         h3 = [_region(word(place, "H3"), rows, 2 * g.output_columns)]
         return [row_bundle("XR", D) + h1, row_bundle("H2", F) + h1, row_bundle("H2", F) + h3]
-    x_columns = _column_bundle(place, "X", rows, D) if kept != shapes.KEEPS_ROWS else []
+    x_columns = _column_bundle(g, place, "X", rows, D) if kept != shapes.KEEPS_ROWS else []
     dy_columns, h2_columns, g1_columns = (
-        _column_bundle(place, n, rows, w) for n, w in (("DY", D), ("H2", F), ("G1", 2 * F))
+        _column_bundle(g, place, n, rows, w) for n, w in (("DY", D), ("H2", F), ("G1", 2 * F))
     )
     stage = [_region(word(place, "STAGE"), rows, 2 * g.stage_columns)] if g.stage_columns else []
     wide = [_region(word(place, "H3"), rows, 2 * D)]
     g2, dy = [_region(word(place, "G2"), rows, 2 * F)], row_bundle("XR", D)
-    g2_kept = g2 if F > 32 else []  # else the columns of g1 are written over it
+    g2_kept = g2 if F > 32 and not g.expanded else []  # else columns are written over it
+    if g.expanded:
+        assert g2 == h2_columns  # element for element
     return [
         stage + dy + x_columns + h1,  # x arrives
         row_bundle("H2", F) + wide + h1,  # the last of a forward
@@ -387,7 +396,9 @@ def programs(draw) -> Program:
     rows = st.integers(0, MAX_ROWS)
     if draw(st.booleans()):
         rows = st.integers(0, 3).map(lambda atoms: 128 * atoms)
-        room = stage_columns(Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig()))
+        how |= {"expanded": draw(st.booleans())}
+        config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig())
+        room = stage_columns(config, expanded=how["expanded"])
         how |= {
             "balanced": 128 * draw(st.integers(0, 2)),
             "capacity": 3 * 128,
@@ -460,9 +471,10 @@ def test_any_program(device, program, data):
 
 @pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (256, 32)])
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
-def test_scaled_calls_without_saving(device, D, F, format):
+@pytest.mark.parametrize("expanded", [False, True], ids=["codes", "expanded"])
+def test_scaled_calls_without_saving(device, D, F, format, expanded):
     """Also the largest call that there is room for, in inference h3 with all columns of a pass."""
-    g = scaled_geometry(D, F, slot_bytes=1024, format=format)
+    g = scaled_geometry(D, F, slot_bytes=1024, format=format, expanded=expanded)
     for rows in (0, 128, 512):
         planner = Both(device, g, W=1)
         place = planner.forward([rows], save=False)

@@ -20,9 +20,10 @@ TYPES = {
     "stage": "i32",
     "output_columns": "i32",
 }
-BF16 = {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False}
-MXFP8 = {"BLOCK": 32, "PER_BYTE": 1, "OUTER_SCALES": False}
-NVFP4 = {"BLOCK": 16, "PER_BYTE": 2, "OUTER_SCALES": True}
+BF16 = {"BLOCK": 0, "PER_BYTE": 1, "OUTER_SCALES": False, "GROUP": 0}
+MXFP8 = {"BLOCK": 32, "PER_BYTE": 1, "OUTER_SCALES": False, "GROUP": 0}
+NVFP4 = {"BLOCK": 16, "PER_BYTE": 2, "OUTER_SCALES": True, "GROUP": 0}
+EXPANDED_MXFP8, EXPANDED_NVFP4 = MXFP8 | {"GROUP": 128}, NVFP4 | {"GROUP": 256}
 FORWARD = {
     **TYPES,
     "num_rows_ptr": "*i32",
@@ -45,7 +46,7 @@ CASES = (
             num_warps=1,
             expect=(".cas.b64",),
         )
-        for name, how in (("bf16", BF16), ("mxfp8", MXFP8))
+        for name, how in (("bf16", BF16), ("mxfp8", MXFP8), ("expanded mxfp8", EXPANDED_MXFP8))
     ),
     *(
         Case(
@@ -55,7 +56,7 @@ CASES = (
             name=f"inference {name}",
             num_warps=1,
         )
-        for name, how in (("bf16", BF16), ("nvfp4", NVFP4))
+        for name, how in (("bf16", BF16), ("nvfp4", NVFP4), ("expanded nvfp4", EXPANDED_NVFP4))
     ),
     *(
         Case(
@@ -66,6 +67,6 @@ CASES = (
             num_warps=1,
             expect=(".cas.b64",),
         )
-        for name, how in (("bf16", BF16), ("mxfp8", MXFP8))
+        for name, how in (("bf16", BF16), ("mxfp8", MXFP8), ("expanded mxfp8", EXPANDED_MXFP8))
     ),
 )
