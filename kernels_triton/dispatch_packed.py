@@ -35,6 +35,8 @@ from ._rows import (
 from ._scaled import ELEMENTS, blocked_offset, expanded
 from .dispatch import NEGATIVE_ZERO
 
+GROUP_WORDS = tl.constexpr(32)  # of codes, in a group of formats.expanded_order
+
 
 @triton.jit
 def _load_scales(wire_ptrs, mask, VALUE_WORDS: tl.constexpr, NUM_SCALES: tl.constexpr, BLOCK_S: tl.constexpr):
@@ -141,7 +143,7 @@ def _dispatch_packed_routes(
     start = tl.load(start_ptr)
     EXPANDED: tl.constexpr = scales_ptr is None
     GROWTH: tl.constexpr = (8 if ELEMENT == "e2m1" else 4) // 2 if EXPANDED else 1  # words that one becomes
-    END_UNIT: tl.constexpr = 32 if EXPANDED else 1  # groups of words are written whole
+    END_UNIT: tl.constexpr = GROUP_WORDS if EXPANDED else 1  # groups of words are written whole
     if not EXPANDED:
         scales_start = tl.load(scales_start_ptr)
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
@@ -182,9 +184,7 @@ def _dispatch_packed_routes(
         end_out = tl.cdiv(end_v, END_UNIT) * END_UNIT * GROWTH
         for v in range(first_v, end_v, BLOCK_V):
             if EXPANDED:
-                next_values = _load_expanded(
-                    wire_ptrs, real, v + BLOCK_V, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK
-                )
+                next_values = _load_expanded(wire_ptrs, real, v + BLOCK_V, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK)
             else:
                 next_values = _load_values(wire_ptrs, real, v + BLOCK_V, end_v, BLOCK_V)
             place = v * GROWTH + offs_v
@@ -239,7 +239,7 @@ def _dispatch_packed_pairs(
     start = tl.load(start_ptr)
     EXPANDED: tl.constexpr = scales_ptr is None
     GROWTH: tl.constexpr = (8 if ELEMENT == "e2m1" else 4) // 2 if EXPANDED else 1  # words that one becomes
-    END_UNIT: tl.constexpr = 32 if EXPANDED else 1  # groups of words are written whole
+    END_UNIT: tl.constexpr = GROUP_WORDS if EXPANDED else 1  # groups of words are written whole
     if not EXPANDED:
         scales_start = tl.load(scales_start_ptr)
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
@@ -309,8 +309,11 @@ def pick_tile(format: formats.Format, width: int) -> RowTile:
     return pick_row_tile(width // format.values_per_byte // 2)  # in elements of two bytes
 
 
-def wire_options(format: formats.Format, width: int) -> dict[str, int]:
-    """Constexprs that both kernels take."""
+def wire_options(format: formats.Format, width: int, expanded: bool = False) -> dict[str, int]:
+    """Constexprs that both kernels take. Expanded, values grow in registers, and whole groups of them are written."""
+    block_v = pick_tile(format, width).block_d // 2
+    if expanded:
+        block_v = max(block_v // (2 * format.values_per_byte), GROUP_WORDS.value)
     values_end, scales_end, _ = formats.packed_row_parts(format, width)
     return {
         "WIRE_BYTES": formats.packed_row_bytes(format, width),
@@ -318,7 +321,8 @@ def wire_options(format: formats.Format, width: int) -> dict[str, int]:
         "NUM_SCALES": scales_end - values_end,
         "ELEMENT": ELEMENTS[format.value_dtype],
         "BLOCK": format.block,
-        "BLOCK_V": pick_tile(format, width).block_d // 2,
+        "OUT_WORDS": formats.row_pitch(format, width, expanded) // 4,
+        "BLOCK_V": block_v,
         "BLOCK_S": next_power_of_2(cdiv(scales_end - values_end, 4)),
     }
 
@@ -343,7 +347,7 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
     values_XV, scales = _words(rows.values), None if rows.expanded else _words(rows.scales)
     into = (values_XV, rows.start_1, scales, rows.scales_start_1, *outer, row_scores_R, stop_1)
-    options = wire_options(format, width) | {"OUT_WORDS": values_XV.shape[1]} | tile.options
+    options = wire_options(format, width, rows.expanded) | tile.options
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1, plan.num_routes_1)
         _dispatch_packed_pairs[grid](

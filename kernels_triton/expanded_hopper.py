@@ -16,11 +16,12 @@ result comes out transposed. That costs two to three instructions a value, for a
         powers of two, 2^120 and the scale, are exact. Scale 2^-127, as of zeros, counts as 0 and NaN as infinity.
 
 The sum does not care for the order of the contraction, so it is that in which a thread finds whole words of codes that
-share a scale: see `_halves_of_e2m1` and `_halves_of_e4m3`. The bits of an output depend on its own row and column
-alone.
+share a scale: see `_take`, `_halves_of_e2m1` and `_halves_of_e4m3`. The bits of an output depend on its own row and
+column alone.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dist_moe.formats import MXFP8_E4M3, NVFP4
+from dist_moe.formats import MXFP8_E4M3, NVFP4, Format
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
@@ -97,6 +98,8 @@ def _e4m3_to_halves() -> str:
         text += PAIRS_OF_E4M3.format(word=f"${word}", lower=f"o{first}", upper=f"o{first + 1}")
     return text + "".join(f"mov.b32 ${i}, o{i};" for i in range(4)) + "}"
 
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 E2M1_TO_HALVES = gl.constexpr(_e2m1_to_halves())
 E4M3_TO_HALVES = gl.constexpr(_e4m3_to_halves())
@@ -194,7 +197,7 @@ def _half_of_words(words, SIDE: gl.constexpr):
 
 @gluon.jit
 def _scales_of_e2m1(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
-    """An atom of four rows of 32 words for every 64 values -> four [64, 4, 1]: of every word one scale, twice in FP16."""
+    """An atom of four rows of 32 words for every 64 values -> four [64, 4, 1]: a scale of every word, twice in FP16."""
     words = _half_of_words(words, SIDE)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, WORDS_LAYOUT)), 2)
     return gl.inline_asm_elementwise(
@@ -216,9 +219,9 @@ def _scales_of_e4m3(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
 def _halves_of_e2m1(words, scales):
     """[R, 4, 2] words and [R, 4, 1] scales -> FP16 [R, 64].
 
-    Word 2 a + c of row r, a, c < 4, 2, has codes d + 4 e, d, e < 4, 2. Column 32 c + 8 d + 2 a + e of the result is that
-    code: what the tensor cores take from thread a of four. The assembly takes words c = 0, 1 together, and returns
-    them as e = 0, 1.
+    Word 2 a + c of row r, a, c < 4, 2, has codes d + 4 e, d, e < 4, 2. Column 32 c + 8 d + 2 a + e of the result is
+    that code: what the tensor cores take from thread a of four. The assembly takes words c = 0, 1 together, and
+    returns them as e = 0, 1.
     """
     p0, p1, p2, p3, q0, q1, q2, q3 = gl.inline_asm_elementwise(
         E2M1_TO_HALVES,
@@ -237,8 +240,8 @@ def _halves_of_e2m1(words, scales):
 def _halves_of_e4m3(words, scales):
     """[R, 4, 4] words and [R, 4, 1] scales -> BF16 [R, 64].
 
-    Word 4 a + 2 b + c of row r, a, b, c < 4, 2, 2, has codes d + 2 e, d, e < 2, 2. Column 32 b + 16 c + 8 d + 2 a + e of
-    the result is that code. The assembly takes words c = 0, 1 together, and returns them as e = 0, 1.
+    Word 4 a + 2 b + c of row r, a, b, c < 4, 2, 2, has codes d + 2 e, d, e < 2, 2. Column 32 b + 16 c + 8 d + 2 a + e
+    of the result is that code. The assembly takes words c = 0, 1 together, and returns them as e = 0, 1.
     """
     R: gl.constexpr = words.shape[0]
     p0, p1, q0, q1 = gl.inline_asm_elementwise(
@@ -416,7 +419,7 @@ def _rows_times_weight_kernel(
     """Program p takes output tiles p, p + programs, ...; example: grouped_gemm_scaled._rows_times_weight_kernel."""
     if gl.load(stop_ptr) != 0:
         return
-    STEP: gl.constexpr = 256 if FP4 else 128
+    STEP: gl.constexpr = a_desc.block_type.shape[1]
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, STEP], a_desc.layout)
     if TAIL:
         tail_ring = gl.allocate_shared_memory(tail_desc.dtype, [STAGES, TAIL, STEP], tail_desc.layout)
@@ -468,10 +471,11 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(torch.int32)
 
 
-def pick_config(format, rows_per_expert: int | None) -> Config:
+def pick_config(format: Format, rows_per_expert: int | None) -> Config:
+    """The least tile that holds the rows of nearly every expert, two deviations above their mean; else the largest."""
     configs = CONFIGS[format]
-    rows = max(configs) if rows_per_expert is None else max(16, next_power_of_2(rows_per_expert))
-    return configs[min(rows, max(configs))]
+    rows = math.inf if rows_per_expert is None else rows_per_expert + 2 * math.sqrt(rows_per_expert)
+    return configs[min((size for size in configs if size >= rows), default=max(configs))]
 
 
 def grouped_gemm_scaled(
@@ -492,20 +496,23 @@ def grouped_gemm_scaled(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    fp4 = format is NVFP4
-    dtype = gl.float16 if fp4 else gl.bfloat16
-    L, N, K = w_values_LNK.shape
-    K *= format.values_per_byte
-    first, width = columns or (0, N)
+    """As grouped_gemm_scaled.grouped_gemm_scaled, of expanded rows, e4m3 or NVFP4, and windows that begin at a multiple
+    of 128; square or not is the same here."""
+    assert format in CONFIGS and (columns is None or columns[0] % TILE.value == 0), (format, columns)
+    L, N, K, first, width = check_scaled_rows(
+        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, format=format,
+        dgrad=False, w_outer_inv=w_outer_inv_L, columns=columns, expanded=True,
+    )  # fmt: skip
     config = config or pick_config(format, rows_per_expert)
+    fp4, dtype = format is NVFP4, DTYPES[format.expanded_dtype]
     rows_of_atoms, atoms = w_scales.shape[0] // TILE.value, w_scales.shape[1] // 4
-    scale_rows = 16 if fp4 else 4
+    atoms_of_a_step = format.expanded_group // format.block // 4
     _rows_times_weight_kernel[(num_programs(out_XN.device, num_sms),)](
-        _descriptor(a.values, dtype, config.rows, 256 if fp4 else 128),
-        _descriptor(a.values, dtype, config.tail, 256 if fp4 else 128) if config.tail else None,
+        _descriptor(a.values, dtype, config.rows, format.expanded_group),
+        _descriptor(a.values, dtype, config.tail, format.expanded_group) if config.tail else None,
         a.start_1,
         _descriptor(_words(w_values_LNK), gl.int32, 1, TILE.value, WORDS.value),
-        _descriptor(_words(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, scale_rows, 32),
+        _descriptor(_words(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, 4 * atoms_of_a_step, 32),
         out_XN,
         out_start_1,
         row_start_P,

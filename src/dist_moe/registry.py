@@ -94,6 +94,13 @@ def needs_hopper_and(format: Format) -> Callable[[Call], str | None]:
     return refuses
 
 
+def needs_hopper_to_serve(call: Call) -> str | None:
+    """Of a product whose rows are expanded, as they are in inference alone."""
+    if problem := needs_hopper(call) or _not_written_for(call.config, MXFP8_E4M3, NVFP4):
+        return problem
+    return None if call.config.inference else "rows of training are codes and scales"
+
+
 def _not_written_for(config: Config | None, *formats: Format) -> str | None:
     names = [format.name for format in formats]
     if config is None or config.block_scaled is None or config.block_scaled.format not in names:
@@ -178,11 +185,17 @@ FUSED_OP = "grouped_gemm_scaled_swiglu"  # of the cute backend alone: W13 with S
 _NOT_EXECUTED = "compiled and emulated, not executed on hardware"
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
+    Impl(
+        "grouped_gemm_scaled",
+        "gluon",
+        "dist_moe.kernels_triton.expanded_hopper:grouped_gemm_scaled",
+        needs_hopper_to_serve,
+        expanded=True,
+    ),
     *(
         Impl(op, "gluon", f"dist_moe.kernels_triton.{file}:{op}", needs_hopper_and(format))
         for op, file, format in (
             ("grouped_gemm_scaled", "scaled_hopper", MXFP8_E4M3),
-            ("grouped_gemm_scaled", "scaled_fp4_hopper", NVFP4),
             ("grouped_gemm_scaled_dgrad", "scaled_hopper", MXFP8_E4M3),
             ("grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper", MXFP8_E4M3),
         )
