@@ -10,6 +10,7 @@ from dist_moe import (
     BlockScaledConfig,
     RoutingOverflowError,
     create_context,
+    registry,
     routed_experts,
     testing,
 )
@@ -42,6 +43,7 @@ NOTES = (
     "rows past a tile border",
 )
 SCALED_CASES = (*(case for case in CASES if case.note in NOTES), NARROW, STAGED)
+EXPANDED_NOTES = (NARROW.note, STAGED.note, "three ranks six experts K three", "some slots without expert")
 INTERPRETED = ("one token", STAGED.note)  # of the kernels, on a machine without a GPU
 
 on_both = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -102,6 +104,19 @@ def test_inference_against_the_layer_with_quantised_operands(case, block_scaled,
     results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
     expected = dense_scaled(case, inputs, by_name(block_scaled.format), training=False)
     assert_close_to_scaled(results, expected, backend)
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("case", [case for case in SCALED_CASES if case.note in EXPANDED_NOTES], ids=str)
+def test_inference_with_expanded_rows_has_the_same_bits(case, block_scaled, monkeypatch):
+    """Exact operands: the oracle's product, in FP64, does not see the difference."""
+    config, inputs = config_of(case, block_scaled, **FORWARD_ONLY), case.inputs()
+    ready = prepared(inputs, config, inference=True)
+    expected = run(config, ready, "reference")
+    impls = [replace(impl, expanded=impl.op == "grouped_gemm_scaled") for impl in registry.IMPLS]
+    monkeypatch.setattr(registry, "IMPLS", impls)
+    assert plan_memory(config, case.W, device="cpu", backend="reference").expanded
+    assert_results_equal(run(config, ready, "reference"), expected)
 
 
 @on_both

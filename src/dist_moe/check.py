@@ -39,6 +39,7 @@ from .path_oracle import (
     prepared,
 )
 from .quantized import Bundle, Quantized
+from .reference_formats import expand_rows
 from .shapes import Activation
 from .symm import World
 from .virtual import RankInputs, RankResults, run_virtual
@@ -165,14 +166,14 @@ def _operands(ops: OpChecks, format: Format, device: torch.device, backend: str 
     followed = SimpleNamespace(**{op: registry.function(impl) for op, impl in chosen.items()})
     ops.follow(followed, {op: impl.backend for op, impl in chosen.items()}, format.name)
     try:
-        _multiply(followed, format, device)
+        _multiply(followed, format, device, chosen["grouped_gemm_scaled"].expanded)
     except OpRaised:
         pass  # its record says so
     except Exception as error:  # of whatever kind, as where a kernel has broken the CUDA context
         yield Row("operands", "", format.name, f"{type(error).__name__}: {error}", FAIL)
 
 
-def _multiply(ops: SimpleNamespace, format: Format, device: torch.device) -> None:
+def _multiply(ops: SimpleNamespace, format: Format, device: torch.device, expanded: bool) -> None:
     g, N, K = torch.Generator().manual_seed(0), 96, 160
     counts = torch.tensor(GROUPS)
     ends = (-(-counts // 128) * 128).cumsum(0)
@@ -193,13 +194,18 @@ def _multiply(ops: SimpleNamespace, format: Format, device: torch.device) -> Non
     def rows(v: Tensor) -> Bundle:
         return bundle(ops.quantize_rows(v, format=format, blocked=True, **experts))
 
+    def expanded_rows(v: Tensor) -> Bundle:
+        found = ops.quantize_rows(v, format=format)
+        values = expand_rows(Quantized(*(None if part is None else part.cpu() for part in found)), format)
+        return bundle(found)._replace(values=values.to(device), scales=None, scales_start_1=None)
+
     def columns(v: Tensor) -> Bundle:
         return bundle(ops.quantize_columns(v, format=format, blocked=True, **experts))
 
     square, how = format.values_per_byte == 1, {"format": format, "stop_1": zero_1}
     weight = ops.quantize_weights(w, format=format, square=square)
     scales = {"w_outer_inv_L": weight.outer_inv_G, "square": square}
-    operands = (rows(x), weight.values, weight.scales)
+    operands = ((expanded_rows if expanded else rows)(x), weight.values, weight.scales)
     for size in ROWS_PER_EXPERT:
         out = (torch.zeros_like(dy), zero_1)
         ops.grouped_gemm_scaled(*operands, *out, *tables, **how, **scales, rows_per_expert=size)
