@@ -234,7 +234,8 @@ def _local_rank(
     widths, format, values = {D, F, 2 * F}, None, {}
     if config.block_scaled is not None:
         format = by_name(config.block_scaled.format)
-        widths |= {width for width in (stage_columns(config), output_columns(config)) if width}
+        columns = (stage_columns(config), output_columns(config, plan.total_scratch_capacity_rows))
+        widths |= {width for width in columns if width}
         values = {C: rows(buffer, C // format.values_per_byte).view(format.value_dtype) for C in (D, F, 2 * F)}
     T, K, W = config.num_local_input_tokens, config.top_k, world.size
     return moe.LocalRank(

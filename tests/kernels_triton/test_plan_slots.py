@@ -39,7 +39,8 @@ def scaled_geometry(D, F, *, slot_bytes, T_max=4, balanced=128, num_slots=1, cap
     how = {"inference": True} if format.two_level else {}
     config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig(format.name), **how)
     total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity)
-    return replace(g, total_bytes=total, format=format, stage_columns=stage, output_columns=output_columns(config))
+    columns = {"stage_columns": stage, "output_columns": output_columns(config, capacity)}
+    return replace(g, total_bytes=total, format=format, **columns)
 
 
 class Planner:
@@ -458,16 +459,21 @@ def test_any_program(device, program, data):
     assert planner.state == (zeros, [0] * program.num_slots, [0] * shapes.FAULT_WORDS)
 
 
-@pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (256, 32)])
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (160, 32), (256, 32)])
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
-def test_scaled_calls_without_saving(device, D, F, format):
+def test_scaled_calls_without_saving(device, monkeypatch, D, F, format, one_pass):
     """Also the largest call that there is room for, in inference h3 with all columns of a pass."""
+    if not one_pass:
+        monkeypatch.setattr("dist_moe.planner.ONE_PASS_BYTES", 0)
     g = scaled_geometry(D, F, slot_bytes=1024, format=format)
+    assert g.training or (g.output_columns == D) == (one_pass or D <= 2 * F)
     for rows in (0, 128, 512):
         planner = Both(device, g, W=1)
         place = planner.forward([rows], save=False)
         for scratch in moments(g, place, rows):
             assert_disjoint([(0, 1024 * g.training), *scratch], g.total_bytes)
+        assert 0 <= planner.kernel.stats_S[shapes.STATS_SCRATCH] <= g.total_bytes - 1024 * g.training
         assert words(place, "SKIP_X", "SKIP_H1", "SKIP_COLUMNS", "SLOT") == [1, 1, 1, UNTOUCHED]
 
 
