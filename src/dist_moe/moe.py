@@ -176,7 +176,7 @@ def _words(place: Tensor) -> tuple[Tensor, ...]:
 
 
 def _new_place(path: Path, r: LocalRank) -> Tensor:
-    return torch.zeros(path.geometry.place_words, dtype=torch.int64, device=r.buffer.device)
+    return torch.empty(path.geometry.place_words, dtype=torch.int64, device=r.buffer.device)
 
 
 def row_floats(path: Path, r: LocalRank) -> Tensor:
