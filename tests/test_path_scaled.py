@@ -24,7 +24,7 @@ from .rank_calls import on_ranks, run_rank
 from .test_path import BACKENDS, device_of, run
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
-NARROW = Case("two ranks with outputs in passes", T=5, D=160, F=32, K=2, E=4)  # of inference
+NARROW = Case("two ranks with wide outputs", T=5, D=160, F=32, K=2, E=4)  # D > 2 F, of inference
 STAGED = Case("two ranks de-duplicated in two passes", T=6, D=160, F=64, K=3, E=4)
 NOTES = (
     "one rank",
@@ -72,7 +72,6 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
 
 
 def test_the_staged_case_goes_in_two_passes():
-    assert output_columns(config_of(NARROW, **FORWARD_ONLY)) == 64 < NARROW.D
     assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
 
 
@@ -117,6 +116,19 @@ def test_inference_with_expanded_rows_has_the_same_bits(case, block_scaled, monk
     monkeypatch.setattr(registry, "IMPLS", impls)
     assert plan_memory(config, case.W, device="cpu", backend="reference").expanded
     assert_results_equal(run(config, ready, "reference"), expected)
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
+@on_both
+def test_wide_outputs_in_passes_have_the_bits_of_one_pass(backend, block_scaled, monkeypatch):
+    """A large Context has no scratch for all columns of h3: W2 and the push take three passes over 64 of the 160."""
+    config = config_of(NARROW, block_scaled, **FORWARD_ONLY)
+    inputs = prepared(NARROW.inputs(), config, inference=True, device=device_of(backend))
+    in_one = run(config, inputs, backend)
+    assert output_columns(config, plan_memory(config, NARROW.W).total_scratch_capacity_rows) == NARROW.D
+    monkeypatch.setattr("dist_moe.planner.ONE_PASS_BYTES", 0)
+    assert output_columns(config, 128) == 64
+    assert_results_equal(run(config, inputs, backend), in_one)
 
 
 @on_both

@@ -16,6 +16,7 @@ from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
 from .memory_plan import format_bytes
 from .planner import dedup, missing_route_bytes, output_columns, plan_memory
+from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
@@ -105,7 +106,8 @@ def _not_written_for(config: Config | None, *formats: Format) -> str | None:
     names = [format.name for format in formats]
     if config is None or config.block_scaled is None or config.block_scaled.format not in names:
         return f"written for {' and '.join(names)}"
-    if output_columns(config) % SCALE_ATOM[0] and output_columns(config) != config.hidden_dim:
+    columns = output_columns(config, MAX_ROUTES)  # of a large Context; a small one takes them in one pass
+    if columns % SCALE_ATOM[0] and columns != config.hidden_dim:
         return f"written for outputs in windows of whole {SCALE_ATOM[0]} columns"
     return None
 
