@@ -1,5 +1,6 @@
 """The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
 
+import functools
 import inspect
 import os
 from dataclasses import replace
@@ -234,6 +235,25 @@ def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(backe
         assert_results_equal(limited, wanted)
         assert {"dispatch", "copy_x", "reduce", "combine", "grouped_gemm_wgrad"} <= seen.keys()
         assert set(seen.values()) == {(1,)}
+
+
+def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
+    preset = "1cta1mma_bm64_bn128"
+    case = Case("preset", K=4, E=8, T=20)
+    config = case.config(bf16_grouped_gemm_preset=preset)
+    with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
+        seen = set()
+        for op in OPS:
+            if "preset" in inspect.signature(getattr(reference, op)).parameters:
+                given = functools.partial(with_preset, seen, op, getattr(context.path.ops, op))
+                setattr(context.path.ops, op, given)
+        assert_results_close(run(config, case.inputs(), backend, context), dense(case, case.inputs()))
+    assert seen == {("grouped_gemm", preset), ("grouped_gemm_dgrad", preset)}
+
+
+def with_preset(seen: set, op: str, function, *args, preset=None, **options):
+    seen.add((op, preset))
+    return function(*args, preset=preset, **options)
 
 
 def recording(seen: dict, op: str, function):

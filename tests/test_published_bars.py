@@ -253,6 +253,16 @@ def test_mxfp8_inference_of_dynamic_and_of_prepared_weights(block_scaled):
     Bar(error=0.075, cosine=0.9975).check("out_TD", prepared, values(dense(ONE, [one()]))[0])
 
 
+def test_fewer_tokens_with_prepared_weights_have_the_bits_they_have_among_more():
+    with context_of(ONE, "reference", block_scaled=MXFP8, **FORWARD_ONLY) as context, torch.no_grad():
+        rank = one()
+        weights = [prepare_block_scaled_weight(w, MXFP8, inference=True) for w in (rank.w13_L2FD, rank.w2_LDF)]
+        tokens = (rank.x_TD, rank.ids_TK, rank.scores_TK)
+        whole, part = (routed_experts(*(t[:n] for t in tokens), *weights, context) for n in (ONE.T, ONE.T // 2))
+        context.check()
+    assert part.any() and torch.equal(part, whole[: ONE.T // 2])
+
+
 # Two ranks, as processes: every token has an expert on each
 
 PAIR = Case("two ranks", W=2, T=128, D=1024, F=1024, K=2, E=4, slot_factor=None)

@@ -118,6 +118,29 @@ def test_a_step_changes_the_weights_and_prepared_ones_are_refilled(context):
         assert torch.equal(after, routed_experts(**fields, context=context)) and not torch.equal(after, before)
 
 
+def test_evaluation_before_between_and_after(context):
+    """The training step has the bits it has alone, and evaluation those of training, in whatever order they come."""
+    want, outs = grads(inputs(True), context), []
+
+    def evaluate():
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                outs.append(routed_experts(**inputs(), context=context))
+                routed_experts(**inputs() | {"x_TD": torch.randn(T, D).bfloat16()}, context=context)
+
+    fields = inputs(True)
+    evaluate()
+    out = routed_experts(**fields, context=context)
+    evaluate()
+    out.float().square().sum().backward()
+    evaluate()
+    context.check()
+    found = [out.detach(), *(value.grad for value in fields.values() if value.grad is not None)]
+    assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
+    assert all(torch.equal(one, want[0]) and not one.requires_grad for one in outs)
+    assert not context.ranks[0].slot_used_NW.any()
+
+
 def test_tiles_are_chosen_by_rows_without_padding(context):
     assert context.path.rows_per_expert == T * K // E < context.path.capacity_rows // E
 
