@@ -10,16 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import BlockScaledConfig, create_context, reference, testing
+from dist_moe import BlockScaledConfig, create_context, testing
 from dist_moe.path_oracle import on_device
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
-from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
 
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of
 
 BACKENDS = ("reference", "triton")
+MXFP8 = BlockScaledConfig()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -219,21 +219,27 @@ def test_inference_context_equals_training_context(K, E, backend):
     assert all(torch.equal(a.out_TD, b.out_TD) for a, b in zip(*results, strict=True))
 
 
-def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(backend):
+@pytest.mark.parametrize(
+    "block_scaled, sms_backend",
+    [(None, "reference"), (None, "triton"), (MXFP8, "reference"), pytest.param(MXFP8, "triton", marks=pytest.mark.gpu)],
+    ids=["bf16-reference", "bf16-triton", "mxfp8-reference", "mxfp8-triton"],
+)
+def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block_scaled, sms_backend):
     """Saved and recomputed, so that every op of the path runs."""
+    backend, products = sms_backend, {"dispatch", "swiglu", "grouped_gemm_wgrad"}
+    if block_scaled is not None:
+        products = {"quantize_received", "swiglu_quantize", "grouped_gemm_scaled_wgrad"}
     for slot_factor in (1.0, None):
         case = Case("one program", K=4, E=8, slot_factor=slot_factor)
-        wanted = run(case.config(), case.inputs(), backend)
-        with create_context(
-            group=World.virtual(2, device_of(backend)), config=case.config(num_sms=1), backend=backend
-        ) as context:
+        config = case.config(num_sms=1, block_scaled=block_scaled)
+        wanted = run(case.config(block_scaled=block_scaled), case.inputs(), backend)
+        with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
             seen = {}
-            for op in OPS:
-                if "num_sms" in inspect.signature(getattr(reference, op)).parameters:
-                    setattr(context.path.ops, op, recording(seen, op, getattr(context.path.ops, op)))
-            limited = run(case.config(num_sms=1), case.inputs(), backend, context)
+            for op, function in ops_taking("num_sms", context):
+                setattr(context.path.ops, op, recording(seen, op, function))
+            limited = run(config, case.inputs(), backend, context)
         assert_results_equal(limited, wanted)
-        assert {"dispatch", "copy_x", "reduce", "combine", "grouped_gemm_wgrad"} <= seen.keys()
+        assert {"copy_x", "reduce", "combine"} | products <= seen.keys()
         assert set(seen.values()) == {(1,)}
 
 
@@ -243,10 +249,8 @@ def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
     config = case.config(bf16_grouped_gemm_preset=preset)
     with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
         seen = set()
-        for op in OPS:
-            if "preset" in inspect.signature(getattr(reference, op)).parameters:
-                given = functools.partial(with_preset, seen, op, getattr(context.path.ops, op))
-                setattr(context.path.ops, op, given)
+        for op, function in ops_taking("preset", context):
+            setattr(context.path.ops, op, functools.partial(with_preset, seen, op, function))
         assert_results_close(run(config, case.inputs(), backend, context), dense(case, case.inputs()))
     assert seen == {("grouped_gemm", preset), ("grouped_gemm_dgrad", preset)}
 
@@ -254,6 +258,12 @@ def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
 def with_preset(seen: set, op: str, function, *args, preset=None, **options):
     seen.add((op, preset))
     return function(*args, preset=preset, **options)
+
+
+def ops_taking(parameter: str, context) -> list[tuple]:
+    """The ops of the path that have this parameter, and what runs them."""
+    found = [(op, function) for op, function in vars(context.path.ops).items() if callable(function)]
+    return [(op, function) for op, function in found if parameter in inspect.signature(function).parameters]
 
 
 def recording(seen: dict, op: str, function):
