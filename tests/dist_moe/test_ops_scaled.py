@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tests.rank_calls import memory_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -222,6 +223,15 @@ def test_ops_mutate_nothing_and_return_nothing_of_their_arguments(context):
         assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
 
 
+def test_nothing_that_ops_return_lies_in_the_contexts_memory(context):
+    with torch.no_grad():
+        out, *state = torch.ops.dist_moe.block_scaled_forward(*op_arguments(context, True))
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        grads = torch.ops.dist_moe.block_scaled_backward(torch.randn(T, D).bfloat16(), *given)
+    places = {t.untyped_storage().data_ptr() for t in (out, *state, *grads) if t.numel()}
+    assert len(places) > 5 and not memory_of(context) & places
+
+
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("ready", [False, True], ids=["dynamic", "prepared"])
 def test_forward_op_passes_opcheck(save, ready):
@@ -232,6 +242,23 @@ def test_forward_op_passes_opcheck(save, ready):
         op = torch.ops.dist_moe.block_scaled_forward.default
         utilities = UTILITIES[:2] if save and not ready else UTILITIES  # the last one compares outputs
         torch.library.opcheck(op, op_arguments(context, save, operands), test_utils=utilities)
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_ops_by_route_and_counting_pass_opcheck(save):
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
+    with context_of(deep) as context:
+        op = torch.ops.dist_moe.block_scaled_forward.default
+        arguments = (*op_arguments(context, save), True, 1.0)
+        torch.library.opcheck(op, arguments, test_utils=UTILITIES[:2])
+        if not save:
+            return
+        context.reset()
+        with torch.no_grad():
+            _, *state, _ = op(*arguments)
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        backward = torch.ops.dist_moe.block_scaled_backward
+        torch.library.opcheck(backward, (torch.randn(T, K, D).bfloat16(), *given), test_utils="test_faketensor")
 
 
 def test_ops_with_a_norm_pass_opcheck():
