@@ -21,6 +21,7 @@ from dist_moe import (
     routed_experts,
 )
 from dist_moe.path_oracle import FORWARD_ONLY, Case, dense, on_device
+from dist_moe.shapes import KEPT_NAMES
 from dist_moe.virtual import RankInputs
 
 from .process_group import ranks
@@ -98,23 +99,43 @@ def backend(request) -> str:
 
 
 class Layer:
-    """Leaves of one rank on the backend's device."""
+    """The leaves of one rank's call: x, scores, W13 and W2 as experts, with a gate axis or flattened."""
 
-    def __init__(self, rank: RankInputs, backend: str, wgrad: torch.dtype | None = FP32):
-        there = on_device(rank, device_of(backend))
-        self.ids, self.grad_TD = there.ids_TK, there.grad_out_TD
-        self.leaves = {name: getattr(there, name).clone().requires_grad_() for name in NAMES}
-        for name in NAMES[2:]:
-            self.leaves[name].grad_dtype = wgrad or BF16
+    def __init__(self, rank: RankInputs, device, form: str = "experts", dtype: torch.dtype = FP32):
+        self.rank, self.dtype = on_device(rank, device), dtype
+        x, scores, w13, w2 = (getattr(self.rank, name).clone() for name in NAMES)
+        if form == "gate axis":
+            w13 = w13.unflatten(1, (2, -1))
+        elif form == "flattened":
+            w13, w2 = w13.flatten(0, 1), w2.flatten(0, 1)
+        self.leaves = [leaf.requires_grad_() for leaf in (x, scores, w13, w2)]
+        for weight in self.leaves[2:]:
+            weight.grad_dtype = dtype
 
-    def __call__(self, context, x=None, options=None, w13=None, w2=None) -> torch.Tensor:
-        x = self.leaves["x_TD"] if x is None else x
-        w13 = self.leaves["w13_L2FD"] if w13 is None else w13
-        w2 = self.leaves["w2_LDF"] if w2 is None else w2
-        return routed_experts(x, self.ids, self.leaves["scores_TK"], w13, w2, context, options=options)
+    def prepare(self, block_scaled) -> list[PreparedWeight]:
+        return [prepare_block_scaled_weight(weight, block_scaled) for weight in self.leaves[2:]]
 
-    def grads(self) -> list[torch.Tensor]:
-        return [self.leaves[name].grad for name in NAMES]
+    def forward(self, context, options=None, weights=None, x=None) -> torch.Tensor:
+        own_x, scores, *own = self.leaves
+        return routed_experts(
+            own_x if x is None else x, self.rank.ids_TK, scores, *(weights or own), context, options=options
+        )
+
+    def step(self, context, options=None, weights=None) -> list[torch.Tensor]:
+        """By FIELDS; the slots are empty afterwards."""
+        out_TD = self.forward(context, options, weights)
+        out_TD.backward(self.rank.grad_out_TD)
+        context.check()
+        assert not context.ranks[0].slot_used_NW.any() and not context.ranks[0].slot_layers_N.any()
+        return [out_TD.detach().cpu(), *self.grads()]
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What the leaves have, on the CPU, in the shapes of experts."""
+        for leaf in self.leaves[2:]:
+            assert leaf.grad is None or leaf.grad.shape == leaf.shape and leaf.grad.dtype is self.dtype
+        shapes = [getattr(self.rank, name).shape for name in NAMES]
+        grads = [None if leaf.grad is None else leaf.grad.detach().cpu() for leaf in self.leaves]
+        return [grad if grad is None else grad.view(shape).clone() for grad, shape in zip(grads, shapes, strict=True)]
 
 
 def context_of(case: Case, backend: str, **changes):
@@ -122,29 +143,16 @@ def context_of(case: Case, backend: str, **changes):
     return create_context(group=None, config=config, device=device_of(backend), backend=backend)
 
 
-def step(case: Case, rank: RankInputs, backend: str, options=None, **changes) -> list[torch.Tensor]:
-    """By FIELDS; the slot is empty afterwards."""
-    layer = Layer(rank, backend)
+def step(case: Case, rank: RankInputs, backend: str, options=None, form: str = "experts", **changes):
+    """By FIELDS."""
     with context_of(case, backend, **changes) as context:
-        out = layer(context, options=options)
-        out.backward(layer.grad_TD)
-        context.check()
-        assert not context.ranks[0].slot_used_NW.any() and not context.ranks[0].slot_layers_N.any()
-    return [out, *layer.grads()]
+        return Layer(rank, device_of(backend), form).step(context, options)
 
 
 def test_weights_with_a_gate_axis(backend):
     case, slot = replace(ONE, seed=29), {"activation_slot_bytes": 64 * 2**20, "activation_slot_capacity_factor": None}
-    layer = Layer(one(case), backend)
-    w13 = layer.leaves["w13_L2FD"].detach().view(case.E, 2, case.F, case.D).requires_grad_()
-    w13.grad_dtype = FP32
-    layer.leaves["w13_L2FD"] = w13
-    with context_of(case, backend, **slot) as context:
-        out = layer(context)
-        out.backward(layer.grad_TD)
-        context.check()
-    assert w13.grad.shape == w13.shape and w13.grad.dtype is FP32
-    assert_within(BF16_ONE, [out, *layer.grads()], values(dense(case, [one(case)])))
+    found = step(case, one(case), backend, form="gate axis", **slot)
+    assert_within(BF16_ONE, found, values(dense(case, [one(case)])))
 
 
 SIX = replace(ONE, K=6, E=8)
@@ -165,14 +173,14 @@ def test_two_layers_in_one_slot(backend):
     config = ONE.config(max_moe_layers_per_activation_slot=2)
     slot = {"activation_slot_capacity_factor": None, "max_moe_layers_per_activation_slot": 2}
     slot["activation_slot_bytes"] = plan_memory(config, 1).maximum_useful_activation_slot_bytes
-    layers = [Layer(rank, backend) for rank in (first, second)]
+    layers = [Layer(rank, device_of(backend)) for rank in (first, second)]
     with context_of(ONE, backend, **slot) as context:
-        middle = layers[0](context)
+        middle = layers[0].forward(context)
         middle.retain_grad()
-        out = layers[1](context, x=middle)
-        out.backward(layers[1].grad_TD)
+        out = layers[1].forward(context, x=middle)
+        out.backward(layers[1].rank.grad_out_TD)
         context.check()
-        assert not context.ranks[0].slot_used_NW.any()
+        assert not context.ranks[0].slot_used_NW.any() and context.memory_stats().layers_kept[KEPT_NAMES[-1]] == 2
     ref_middle = values(dense(ONE, [first]))[0]
     expected_second = values(dense(ONE, [replace(second, x_TD=ref_middle)]))
     expected_first = values(dense(ONE, [replace(first, grad_out_TD=expected_second[1])]))
@@ -182,13 +190,13 @@ def test_two_layers_in_one_slot(backend):
 
 
 def test_a_layer_in_the_second_slot(backend):
-    layer = Layer(one(), backend)
+    layer = Layer(one(), device_of(backend))
     with context_of(ONE, backend, num_activation_slots=2) as context:
         context.select_activation_slot(1, 1)
-        out = layer(context)
+        out = layer.forward(context)
         used = context.ranks[0].slot_used_NW.clone()
         assert used[1].any() and not used[0].any()
-        out.backward(layer.grad_TD)
+        out.backward(layer.rank.grad_out_TD)
         context.check()
         assert not context.ranks[0].slot_used_NW.any()
     assert_within(LOOSE, [out, *layer.grads()], values(dense(ONE, [one()])))
@@ -240,17 +248,16 @@ def test_clip_counts_at_limit_zero(backend):
 
 @pytest.mark.parametrize("block_scaled", [MXFP8, MEGA], ids=lambda how: how.pipeline)
 def test_mxfp8_inference_of_dynamic_and_of_prepared_weights(block_scaled):
+    rank = one()
+    weights = (rank.w13_L2FD, rank.w2_LDF)
+    ready = [prepare_block_scaled_weight(weight, block_scaled, inference=True) for weight in weights]
     with context_of(ONE, "reference", block_scaled=block_scaled, **FORWARD_ONLY) as context, torch.no_grad():
-        layer = Layer(one(), "reference")
-        ready = {
-            name: prepare_block_scaled_weight(layer.leaves[leaf].detach(), block_scaled, inference=True)
-            for name, leaf in (("w13", "w13_L2FD"), ("w2", "w2_LDF"))
-        }
-        for leaf in layer.leaves.values():
-            leaf.requires_grad_(False)
-        dynamic, prepared = layer(context), layer(context, **ready)
+        dynamic, prepared = (
+            routed_experts(rank.x_TD, rank.ids_TK, rank.scores_TK, *given, context) for given in (weights, ready)
+        )
+        context.check()
     assert torch.equal(dynamic, prepared)
-    Bar(error=0.075, cosine=0.9975).check("out_TD", prepared, values(dense(ONE, [one()]))[0])
+    Bar(error=0.075, cosine=0.9975).check("out_TD", prepared, values(dense(ONE, [rank]))[0])
 
 
 def test_fewer_tokens_with_prepared_weights_have_the_bits_they_have_among_more():
@@ -276,9 +283,8 @@ def pair(scaled: bool = False) -> list[RankInputs]:
     for number, rank in enumerate(PAIR.inputs()):
         first = (torch.arange(PAIR.T) + number * PAIR.T) % PAIR.E
         ids = torch.stack([first, (first + 2) % PAIR.E], dim=1)
-        x_TD, grad_TD = (
-            ((rank.x_TD * 0.1).bfloat16(), rank.grad_out_TD) if scaled else (rank.x_TD, rank.grad_out_TD * SCALE)
-        )
+        scale_x, scale_grad = (0.1, 1.0) if scaled else (1.0, SCALE)
+        x_TD, grad_TD = (rank.x_TD * scale_x).bfloat16(), (rank.grad_out_TD * scale_grad).bfloat16()
         inputs.append(replace(rank, x_TD=x_TD, ids_TK=ids, grad_out_TD=grad_TD))
     return inputs
 
@@ -292,48 +298,8 @@ def both(found: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-class Rank:
-    """One rank's context, and the leaves of its steps."""
-
-    def __init__(self, rank, group, device, block_scaled=None, flat=False, dtype=FP32, **changes):
-        self.block_scaled, self.flat, self.dtype = block_scaled, flat, dtype
-        self.inputs = on_device(pair(block_scaled is not None)[rank], device)
-        config = PAIR.config(block_scaled=block_scaled, **changes)
-        self.context = create_context(group=group, config=config, device=device, peer_timeout_s=60)
-        self.renew()
-
-    def renew(self) -> None:
-        """New leaves: x, scores, W13, W2."""
-        self.leaves = [getattr(self.inputs, name).clone() for name in NAMES]
-        if self.flat:
-            self.leaves[2:] = [weight.flatten(0, 1) for weight in self.leaves[2:]]
-        for leaf in self.leaves:
-            leaf.requires_grad_()
-        for weight in self.leaves[2:]:
-            weight.grad_dtype = self.dtype
-
-    def prepare(self) -> list[PreparedWeight]:
-        inference = self.context.config.inference
-        return [
-            prepare_block_scaled_weight(w.detach() if inference else w, self.block_scaled, inference=inference)
-            for w in self.leaves[2:]
-        ]
-
-    def forward(self, options=None, weights=None) -> torch.Tensor:
-        x, scores, *own = self.leaves
-        return routed_experts(x, self.inputs.ids_TK, scores, *(weights or own), self.context, options=options)
-
-    def step(self, options=None, weights=None) -> list[torch.Tensor]:
-        """By FIELDS on the CPU, in the shapes of the experts; gradients are what the leaves have."""
-        out_TD = self.forward(options, weights)
-        out_TD.backward(self.inputs.grad_out_TD)
-        self.context.check()
-        return [out_TD.detach().cpu(), *self.grads()]
-
-    def grads(self) -> list[torch.Tensor | None]:
-        shapes = [getattr(self.inputs, name).shape for name in NAMES]
-        grads = [None if leaf.grad is None else leaf.grad.detach().cpu() for leaf in self.leaves]
-        return [grad if grad is None else grad.view(shape).clone() for grad, shape in zip(grads, shapes, strict=True)]
+def join(group, device: str, **changes):
+    return create_context(group=group, config=PAIR.config(**changes), device=device, peer_timeout_s=60)
 
 
 @cache
@@ -347,44 +313,44 @@ def wanted_behind_norm(scaled: bool = False) -> list[torch.Tensor]:
     return values(dense_with(unit_rms, PAIR, pair(scaled)))
 
 
-def _train(rank, group, device, how, ready):
+def _train(rank, group, device, form, ready, changes):
     """Two steps on one context, which agree to the bit."""
-    this = Rank(rank, group, device, **how)
-    with this.context:
-        found = []
+    block_scaled, found = changes.get("block_scaled"), []
+    with join(group, device, **changes) as context:
         for _ in range(2):
-            this.renew()
-            found.append(this.step(weights=this.prepare() if ready else None))
+            layer = Layer(pair(block_scaled is not None)[rank], device, form)
+            found.append(layer.step(context, weights=layer.prepare(block_scaled) if ready else None))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return found[0]
 
 
 CLAMPING = {"activation": "swiglu_clamped", "swiglu_limit": 5.0}  # and alpha 1.5
-TRAINED = {
-    "bf16": ({}, False, BF16_TWO),
-    "bf16 flattened": ({"flat": True}, False, BF16_TWO),
-    "mxfp8": ({"block_scaled": MXFP8}, False, MXFP8_TWO),
-    "mxfp8 mega": ({"block_scaled": MEGA}, False, MXFP8_TWO),
-    "mxfp8 prepared": ({"block_scaled": MXFP8}, True, MXFP8_TWO),
-    "mxfp8 clamped": ({"block_scaled": MXFP8, **CLAMPING}, False, MXFP8_WHOLE),
-    "mxfp8 clamped mega": ({"block_scaled": MEGA, **CLAMPING}, False, MXFP8_WHOLE),
+TRAINED = {  # form, prepared weights, changes of the Config
+    "bf16": ("experts", False, {}, BF16_TWO),
+    "bf16 flattened": ("flattened", False, {}, BF16_TWO),
+    "mxfp8": ("experts", False, {"block_scaled": MXFP8}, MXFP8_TWO),
+    "mxfp8 mega": ("experts", False, {"block_scaled": MEGA}, MXFP8_TWO),
+    "mxfp8 prepared": ("experts", True, {"block_scaled": MXFP8}, MXFP8_TWO),
+    "mxfp8 clamped": ("experts", False, {"block_scaled": MXFP8, **CLAMPING}, MXFP8_WHOLE),
+    "mxfp8 clamped mega": ("experts", False, {"block_scaled": MEGA, **CLAMPING}, MXFP8_WHOLE),
 }
 
 
 @PLACES
 @pytest.mark.parametrize("what", TRAINED)
 def test_training_twice_on_two_ranks(what, device):
-    how, ready, bars = TRAINED[what]
-    found = both(on_pair(device, _train, how, ready))
-    assert_within(bars, found, wanted("block_scaled" in how, "activation" in how))
+    *how, changes, bars = TRAINED[what]
+    found = both(on_pair(device, _train, *how, changes))
+    assert_within(bars, found, wanted("block_scaled" in changes, "activation" in changes))
 
 
 def _serve(rank, group, device, block_scaled):
-    this = Rank(rank, group, device, block_scaled, **FORWARD_ONLY)
-    for leaf in this.leaves:
-        leaf.requires_grad_(False)
-    with this.context, torch.no_grad():
-        return [this.forward(weights=this.prepare()).cpu()]
+    own = on_device(pair(True)[rank], device)
+    ready = [prepare_block_scaled_weight(w, block_scaled, inference=True) for w in (own.w13_L2FD, own.w2_LDF)]
+    with join(group, device, block_scaled=block_scaled, **FORWARD_ONLY) as context, torch.no_grad():
+        out_TD = routed_experts(own.x_TD, own.ids_TK, own.scores_TK, *ready, context)
+        context.check()
+        return [out_TD.cpu()]
 
 
 @PLACES
@@ -392,31 +358,29 @@ def test_serving_in_nvfp4_on_two_ranks(device):
     NVFP4_TWO.check("out_TD", both(on_pair(device, _serve, NVFP4))[0], wanted(True)[0])
 
 
-def _accumulate(rank, group, device, how, ready):
-    """The weight gradients of two equal steps in place; what must hold of hooks, addresses and dtypes does."""
-    this = Rank(rank, group, device, **how)
-    options, hooks = ExecutionOptions(inplace_wgrad_accum=True), []
-    weights = this.leaves[2:]
+def _accumulate(rank, group, device, form, block_scaled, dtype):
+    """Results of two equal steps in place; what must hold of hooks and addresses does."""
+    layer = Layer(pair(block_scaled is not None)[rank], device, form, dtype)
+    options, hooks, weights = ExecutionOptions(inplace_wgrad_accum=True), [], layer.leaves[2:]
     for weight in weights:
         weight.register_post_accumulate_grad_hook(hooks.append)
-    with this.context:
+    with join(group, device, block_scaled=block_scaled, wgrad_dtype=None) as context:
         found, pointers = [], []
         for num_steps in (1, 2):
-            for leaf in this.leaves[:2]:
+            for leaf in layer.leaves[:2]:
                 leaf.grad = None
-            found.append(this.step(options, this.prepare() if ready else None))
+            found.append(layer.step(context, options, block_scaled and layer.prepare(block_scaled)))
             pointers.append([weight.grad.data_ptr() for weight in weights])
             assert len(hooks) == 2 * num_steps
     assert pointers[0] == pointers[1] and not any(hasattr(weight, "main_grad") for weight in weights)
-    assert all(grad.dtype is this.dtype for results in found for grad in results[3:])
     assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True))
     return found
 
 
-ACCUMULATED = {
-    "bf16": ({"flat": True}, False, BF16_TWO),
-    "mxfp8": ({"block_scaled": MXFP8}, True, MXFP8_TWO),
-    "mxfp8 mega": ({"block_scaled": MEGA}, True, MXFP8_TWO),
+ACCUMULATED = {  # form, format of the prepared weights
+    "bf16": ("flattened", None, BF16_TWO),
+    "mxfp8": ("experts", MXFP8, MXFP8_TWO),
+    "mxfp8 mega": ("experts", MEGA, MXFP8_TWO),
 }
 
 
@@ -424,53 +388,49 @@ ACCUMULATED = {
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("what", ACCUMULATED)
 def test_accumulating_in_place_on_two_ranks(what, dtype, device):
-    how, ready, bars = ACCUMULATED[what]
-    found = on_pair(device, _accumulate, how | {"dtype": dtype, "wgrad_dtype": None}, ready)
+    form, block_scaled, bars = ACCUMULATED[what]
+    found = on_pair(device, _accumulate, form, block_scaled, dtype)
     first, second = (both([rank[step] for rank in found]) for step in (0, 1))
-    assert_within(bars, first, wanted("block_scaled" in how))
+    assert_within(bars, first, wanted(block_scaled is not None))
     for once, twice in zip(first[3:], second[3:], strict=True):
         torch.testing.assert_close(twice.float(), 2 * once.float(), rtol=5e-2, atol=2e-2)
 
 
 def _destinations(rank, group, device, block_scaled, dtype):
     """The FP32 gradients by autograd, and what a callback's tensors hold, written over and then added to."""
-    this = Rank(rank, group, device, block_scaled)
-    with this.context:
-        wanted = this.step()[3:]
-        held = {
-            n: torch.full(g.shape, 7.0, dtype=dtype, device=device) for n, g in zip(("w13", "w2"), wanted, strict=True)
-        }
+    inputs = pair(block_scaled is not None)[rank]
+    with join(group, device, block_scaled=block_scaled) as context:
+        grads = Layer(inputs, device).step(context)[3:]
+        tensors = [torch.full_like(grad, 7.0, dtype=dtype, device=device) for grad in grads]
+        held = dict(zip(("w13", "w2"), tensors, strict=True))
         found = []
         for accumulate in (False, True):
-            this.renew()
-            where = lambda name, *asked, adds=accumulate: (held[name], adds)  # noqa: E731
-            assert this.step(ExecutionOptions(wgrad_destination_fn=where))[3:] == [None, None]
+            options = ExecutionOptions(wgrad_destination_fn=lambda name, *_, adds=accumulate: (held[name], adds))
+            assert Layer(inputs, device).step(context, options)[3:] == [None, None]
             found.append([tensor.cpu().clone() for tensor in held.values()])
-    return wanted, found
+    return grads, found
 
 
 @PLACES
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("block_scaled", [None, MXFP8], ids=["bf16", "mxfp8"])
 def test_destinations_of_the_caller_on_two_ranks(block_scaled, dtype, device):
-    for wanted, (over, added) in on_pair(device, _destinations, block_scaled, dtype):
-        for grad, once, twice in zip(wanted, over, added, strict=True):
+    for grads, (over, added) in on_pair(device, _destinations, block_scaled, dtype):
+        for grad, once, twice in zip(grads, over, added, strict=True):
             assert grad.any() and torch.equal(once, grad.to(dtype))
             assert torch.equal(twice, (once.float() + grad).to(dtype))
 
 
 def _callbacks(rank, group, device):
     """A step as it is, and one whose weights a callback gives, whose rows are halved, and whose gradients are seen."""
-    this, seen, given = Rank(rank, group, device, route_outputs=True), [], []
+    seen, given = [], []
     options = ExecutionOptions(
         weights_preprocess_fn=lambda weight: given.append(weight.shape) or weight.clone(),
         experts_output_postprocess=lambda rows: rows * 0.5,
         wgrad_postprocess_fn=lambda name, grad: seen.append(name) or grad,
     )
-    with this.context:
-        plain = this.step()
-        this.renew()
-        halved = this.step(options)
+    with join(group, device, route_outputs=True) as context:
+        plain, halved = (Layer(pair()[rank], device).step(context, asked) for asked in (None, options))
     assert sorted(seen) == ["w13", "w2"] and len(given) == 4
     return plain, halved
 
@@ -484,10 +444,9 @@ def test_callbacks_on_two_ranks(device):
 
 
 def _norm(rank, group, device, block_scaled, in_place):
-    this = Rank(rank, group, device, block_scaled, dtype=BF16, wgrad_dtype=None, route_outputs=True)
     options = ExecutionOptions(experts_output_postprocess=NORM, inplace_wgrad_accum=in_place)
-    with this.context:
-        return this.step(options)
+    with join(group, device, block_scaled=block_scaled, wgrad_dtype=None, route_outputs=True) as context:
+        return Layer(pair(block_scaled is not None)[rank], device, dtype=BF16).step(context, options)
 
 
 @PLACES
@@ -502,9 +461,9 @@ def test_rmsnorm_on_two_ranks(block_scaled, in_place, bars, device):
 
 
 def _clip_stats(rank, group, device):
-    this, stats = Rank(rank, group, device), torch.full((3,), -1.0, device=device)
-    with this.context:
-        this.step(ExecutionOptions(swiglu_clip_stats_out_3=stats))
+    stats = torch.full((3,), -1.0, device=device)
+    with join(group, device) as context:
+        Layer(pair()[rank], device).step(context, ExecutionOptions(swiglu_clip_stats_out_3=stats))
     return stats.tolist()
 
 
