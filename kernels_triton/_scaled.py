@@ -118,21 +118,54 @@ def quantise(
 
 
 @triton.jit
-def expand(blocks, AXIS: tl.constexpr, ELEMENT: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """BF16 of quantised FP32 values in blocks along AXIS: code times scale; one-byte formats.
+def quantise_and_expand(blocks, AXIS: tl.constexpr, ELEMENT: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """FP32 values quantised in blocks along AXIS, as BF16 of code times scale; one-byte formats.
 
     Example: 957 and 960 in an e4m3 block have codes of 240 and the scale 4: 960 both.
     """
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=AXIS)
     scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
-    scale = fp32_of(tl.where(scales == 0, 0x400000, scales.to(tl.int32) << 23))  # 2^-127 is subnormal
     v = blocks * tl.expand_dims(factor, AXIS)
     if ELEMENT == "e4m3":
         v = v.to(tl.float8e4nv).to(tl.float32)
     else:
         tl.static_assert(ELEMENT == "e5m2")
         v = v.to(tl.float8e5).to(tl.float32)
-    return (v * tl.expand_dims(scale, AXIS)).to(tl.bfloat16)
+    return (v * tl.expand_dims(powers(scales), AXIS)).to(tl.bfloat16)
+
+
+@triton.jit
+def expanded(codes, scales, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes [R, C] times the scales [R, C / BLOCK] of their blocks, exact in 16 bits, in the order of
+    formats.expanded_order; C holds whole groups of it. An outer scale stays apart.
+
+    In a group code d + D e of word 8 a + r goes to place 8 D r + 8 d + 2 a + e, where a word has 2 D codes.
+    """
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    if ELEMENT == "e2m1":
+        D: tl.constexpr = 4
+        bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)  # 2^-14 of what they are
+        factors = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 16384.0
+        DTYPE: tl.constexpr = tl.float16
+    else:
+        tl.static_assert(ELEMENT == "e4m3")
+        D: tl.constexpr = 2
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        factors = powers(scales)
+        DTYPE: tl.constexpr = tl.bfloat16
+    values = tl.reshape(values, (R, C // BLOCK, BLOCK)) * factors[:, :, None]
+    values = tl.reshape(values.to(DTYPE), (R, C // (64 * D), 4, 8, 2, D))
+    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (R, C))
+
+
+@triton.jit
+def powers(codes):
+    """FP32 of E8M0 codes, exact: 0 is 2^-127, a subnormal number."""
+    codes = codes.to(tl.int32)
+    bits = tl.where(codes == 0, 0x400000, codes << 23)
+    return fp32_of(tl.where(codes == E8M0_NAN, NAN, bits))
 
 
 @triton.jit

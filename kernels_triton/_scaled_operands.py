@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ._scaled import ATOM_C, ATOM_R, E8M0_NAN, NAN, fp32_of
+from ._scaled import ATOM_C, ATOM_R
 
 
 @triton.jit
@@ -42,14 +42,6 @@ def scale_codes(scales_ptr, row, col, num_cols, R: tl.constexpr, S: tl.constexpr
     else:
         codes = tl.load(ptrs, mask=cols < num_cols, other=0)
     return codes
-
-
-@triton.jit
-def powers(codes):
-    """FP32 of E8M0 codes, exact: 0 is 2^-127, a subnormal number."""
-    codes = codes.to(tl.int32)
-    bits = tl.where(codes == 0, 0x400000, codes << 23)
-    return fp32_of(tl.where(codes == E8M0_NAN, NAN, bits))
 
 
 @triton.jit

@@ -4,8 +4,9 @@
     wait     until own signals[stage, w] >= 2 * generation for every w, acquired at system scope
     verify   VERSION, CONFIG_HASH, CALL, KIND of every rank's header = rank 0's, and 0 <= T <= T_max
 
-Grids: signal and verify 1 program, wait one a rank. No launch both signals and waits, so a wait needs nothing of its
-own device that has not already run: ranks may share a device, and interpreted programs may run one after another.
+Grids: signal and verify 1 program, wait one a rank; in a forward the first launch of route verifies. No launch both
+signals and waits, so a wait needs nothing of its own device that has not already run: ranks may share a device, and
+interpreted programs may run one after another.
 
 Order across ranks: what a rank's earlier launches wrote, to its own or a peer's regions, is complete when its signal
 starts; the release makes it visible to the peer whose wait acquires the flag, and to that peer's later launches. A flag
@@ -137,21 +138,19 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
     _wait[(W,)](signals.own, sent_S, fault_F, timeout_ns, W, STAGE=stage, num_warps=1)
 
 
-@launched
-@triton.jit(do_not_specialize=["num_tokens_max", "W"])
-def _verify(
+@triton.jit
+def verify_headers(
     header_table_ptr,  # [W] addresses of every rank's header, int64 [16]
     fault_ptr,  # [8] int64
     num_tokens_max,
     W,
     BLOCK_W: tl.constexpr,
 ):
-    """One program; lane w reads the header of rank w. The lowest rank that differs is named, by its first such word.
+    """Of one program; lane w reads the header of rank w. The lowest rank that differs is named, by its first such word.
 
     Example (W = 3, T_max = 64): headers (version, hash, call, kind, T) of (1, 7, 2, 1, 64), (1, 7, 2, 1, 0),
     (1, 7, 3, 3, 5): rank 2 differs in word 2, fault words MISMATCH | 2 << 8, 2, 2, 3.
     """
-    delay(W)
     offs_w = tl.arange(0, BLOCK_W)
     mask_w = offs_w < W
     header_ptr_W = tl.load(header_table_ptr + offs_w, mask=mask_w, other=0).to(tl.pointer_type(tl.int64))
@@ -174,9 +173,17 @@ def _verify(
         wrong_word = key % 16
         expected = tl.load(header_ptr_0 + wrong_word)
         if wrong_word == T_WORD:
-            expected = num_tokens_max.to(tl.int64)
+            expected = tl.full((), num_tokens_max, tl.int64)
         found = tl.load(tl.load(header_table_ptr + wrong_rank).to(tl.pointer_type(tl.int64)) + wrong_word)
         set_fault(fault_ptr, MISMATCH, wrong_rank, wrong_word, expected, found)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_tokens_max", "W"])
+def _verify(header_table_ptr, fault_ptr, num_tokens_max, W, BLOCK_W: tl.constexpr):
+    """One program."""
+    delay(W)
+    verify_headers(header_table_ptr, fault_ptr, num_tokens_max, W, BLOCK_W)
 
 
 def verify(*, header, num_tokens_max, rank, fault_F):

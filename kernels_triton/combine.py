@@ -32,7 +32,7 @@ from ._rows import (
     spread,
 )
 
-UNROLL = tl.constexpr(3)  # rows of a pair that are loaded together
+UNROLL = tl.constexpr(3)  # rows of a pair, or of a token, that are loaded together
 
 
 @launched
@@ -194,7 +194,7 @@ def _reduce(
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tokens one by one: program p takes the blocks p, p + programs, ... of TOKENS tokens.
+    """Tokens one by one: program p takes the items p, p + programs, ..., shares of blocks of TOKENS tokens.
 
     Example, per route: outputs [[1, 3], [4, stale], [5, 2]] (D = 1), ids [[0, 1], [1, -1], [1, 0]], scores
     [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
@@ -204,9 +204,12 @@ def _reduce(
         return
     offs_d = tl.arange(0, BLOCK_D)
     offs_k = tl.arange(0, K2)[None, :]
-    for block in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
-        delay(block)
-        t = tl.cast(block, tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    num_blocks = tl.cdiv(T, TOKENS)
+    shares, columns = column_shares(num_blocks, D, BLOCK_D)
+    for item in range(tl.program_id(0), num_blocks * shares, tl.num_programs(0)):
+        delay(item)
+        t = tl.cast(item // shares, tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        first_d = item % shares * columns
         in_use = t < T
         num_used = tl.full([TOKENS], J, dtype=tl.int32)
         if W > 0:
@@ -216,18 +219,26 @@ def _reduce(
             num_used = tl.zeros([TOKENS], dtype=tl.int32)
             for w in range(W):
                 num_used += tl.max((owner_TK == w).to(tl.int32), axis=1)
-        for d in range(0, D, BLOCK_D):
+        for d in range(first_d, tl.minimum(first_d + columns, D), BLOCK_D):
             mask_d = (d + offs_d < D)[None, :]
             acc = tl.zeros([TOKENS, BLOCK_D], dtype=tl.float32)
-            for j in range(J):
-                used = in_use & (j < num_used)
-                if W == 0:
-                    used = used & (tl.load(ids_ptr + t * K + j, mask=in_use, other=-1) >= 0)
-                term_ptrs = outputs_ptr + (t * J + j)[:, None] * D + (d + offs_d)[None, :]
-                term = tl.load(term_ptrs, mask=used[:, None] & mask_d, other=0.0).to(tl.float32)
-                if scores_ptr is not None:
-                    term = tl.load(scores_ptr + t * K + j, mask=used, other=0.0)[:, None] * term
-                acc += term  # unused terms are +0.0: acc is never -0.0, so no bit changes
+            for first_j in range(0, J, UNROLL):
+                terms = ()
+                scores = ()
+                for i in tl.static_range(UNROLL):
+                    j = first_j + i
+                    used = in_use & (j < num_used)
+                    if W == 0:
+                        used = used & (tl.load(ids_ptr + t * K + j, mask=used, other=-1) >= 0)
+                    term_ptrs = outputs_ptr + (t * J + j)[:, None] * D + (d + offs_d)[None, :]
+                    terms += (tl.load(term_ptrs, mask=used[:, None] & mask_d, other=0.0),)
+                    if scores_ptr is not None:
+                        scores += (tl.load(scores_ptr + t * K + j, mask=used, other=0.0),)
+                for i in tl.static_range(UNROLL):
+                    term = terms[i].to(tl.float32)
+                    if scores_ptr is not None:
+                        term = scores[i][:, None] * term
+                    acc += term  # unused terms are +0.0: acc is never -0.0, so no bit changes
             out_ptrs = out_ptr + (t * out_stride_t)[:, None] + (d + offs_d)[None, :]
             tl.store(out_ptrs, acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
 

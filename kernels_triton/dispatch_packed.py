@@ -32,8 +32,10 @@ from ._rows import (
     row_grid,
     spread,
 )
-from ._scaled import blocked_offset
+from ._scaled import ELEMENTS, blocked_offset, expanded
 from .dispatch import NEGATIVE_ZERO
+
+GROUP_WORDS = tl.constexpr(32)  # of codes, in a group of formats.expanded_order
 
 
 @triton.jit
@@ -73,6 +75,35 @@ def _load_values(wire_ptrs, mask, first, end, BLOCK_V: tl.constexpr):
     return tl.load(wire_ptrs[:, None] + word[None, :], mask=mask[:, None] & (word < end)[None, :], other=0)
 
 
+@triton.jit
+def _load_expanded(
+    wire_ptrs,
+    mask,
+    first,
+    end,
+    VALUE_WORDS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Words of values from the first on times their scales, as words of two values in 16 bits."""
+    ROWS: tl.constexpr = wire_ptrs.shape[0]
+    CODES: tl.constexpr = 8 if ELEMENT == "e2m1" else 4  # of a word
+    words = _load_values(wire_ptrs, mask, first, end, BLOCK_V)
+    scale = first * CODES // BLOCK + tl.arange(0, BLOCK_V * CODES // BLOCK)
+    inside = mask[:, None] & (scale < end * CODES // BLOCK)[None, :]
+    scale_ptrs = wire_ptrs.to(tl.pointer_type(tl.uint8), bitcast=True) + 4 * VALUE_WORDS
+    scales = tl.load(scale_ptrs[:, None] + scale[None, :], mask=inside, other=0)
+    halves = tl.join(words, words >> 16)
+    codes = tl.join(halves, halves >> 8)  # [ROWS, BLOCK_V, 2 halves, 2 bytes]
+    if ELEMENT == "e2m1":
+        codes = tl.join(codes, codes >> 4) & 15
+    codes = tl.reshape(codes.to(tl.uint8), (ROWS, BLOCK_V * CODES))
+    values = expanded(codes, scales, ELEMENT, BLOCK).to(tl.int16, bitcast=True)
+    low, high = tl.split(tl.reshape(values, (ROWS, BLOCK_V * CODES // 2, 2)))
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
 @launched
 @triton.jit(do_not_specialize=["sources"])
 def _dispatch_packed_routes(
@@ -80,9 +111,9 @@ def _dispatch_packed_routes(
     scores_table_ptr,  # [W] int64 addresses of fp32 [T_max, K]
     row_to_slot_ptr,  # [R] int32
     num_rows_ptr,  # int32, rows of padding included
-    values_ptr,  # [X, VALUE_WORDS] i32
+    values_ptr,  # [X, OUT_WORDS] i32
     start_ptr,  # int64
-    scales_ptr,  # i32
+    scales_ptr,  # i32; None if rows are expanded, as the next
     scales_start_ptr,  # int64, bytes
     outer_inv_ptr,  # i32, bits of fp32; None without outer scales
     outer_inv_start_ptr,  # int64; None likewise
@@ -93,7 +124,10 @@ def _dispatch_packed_routes(
     K: tl.constexpr,
     WIRE_BYTES: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
+    OUT_WORDS: tl.constexpr,
     NUM_SCALES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -107,8 +141,12 @@ def _dispatch_packed_routes(
         return
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
-    scales_start = tl.load(scales_start_ptr)
-    offs_v = tl.arange(0, BLOCK_V)
+    EXPANDED: tl.constexpr = scales_ptr is None
+    GROWTH: tl.constexpr = (8 if ELEMENT == "e2m1" else 4) // 2 if EXPANDED else 1  # words that one becomes
+    END_UNIT: tl.constexpr = GROUP_WORDS if EXPANDED else 1  # groups of words are written whole
+    if not EXPANDED:
+        scales_start = tl.load(scales_start_ptr)
+    offs_v = tl.arange(0, BLOCK_V * GROWTH)
     num_blocks = tl.cdiv(num_rows, ROWS)
     parts = num_parts(num_blocks, sources)
     num_turns = parts * tl.cdiv(num_blocks, parts)
@@ -127,22 +165,31 @@ def _dispatch_packed_routes(
         wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), real, tl.int32, 16)
         once = real & (first_v == 0)  # what is not values
         score = tl.load(peer_pointers(scores_table_ptr, src, own_slot, real, tl.float32, 4), mask=real, other=0.0)
-        values = _load_values(wire_ptrs, real, first_v, end_v, BLOCK_V)
-        scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+        if EXPANDED:
+            values = _load_expanded(wire_ptrs, real, first_v, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK)
+        else:
+            values = _load_values(wire_ptrs, real, first_v, end_v, BLOCK_V)
+            scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
             outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, once, tl.int16, 2), once)
         alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
         tl.store(row_scores_ptr + row, score, mask=once)
-        _store_scales(scales, row, alive, once, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+        if not EXPANDED:
+            _store_scales(scales, row, alive, once, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer_ptrs = outer_inv_ptr + tl.load(outer_inv_start_ptr) + row
             tl.store(outer_ptrs, tl.where(alive, outer_inv, 0), mask=once)
-        value_ptrs = values_ptr + (start + row) * VALUE_WORDS
+        value_ptrs = values_ptr + (start + row) * OUT_WORDS
+        end_out = tl.cdiv(end_v, END_UNIT) * END_UNIT * GROWTH
         for v in range(first_v, end_v, BLOCK_V):
-            next_values = _load_values(wire_ptrs, real, v + BLOCK_V, end_v, BLOCK_V)
-            mask = real[:, None] & (v + offs_v < end_v)[None, :]
-            tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], tl.where(alive[:, None], values, 0), mask=mask)
+            if EXPANDED:
+                next_values = _load_expanded(wire_ptrs, real, v + BLOCK_V, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK)
+            else:
+                next_values = _load_values(wire_ptrs, real, v + BLOCK_V, end_v, BLOCK_V)
+            place = v * GROWTH + offs_v
+            mask = real[:, None] & (place < end_out)[None, :]
+            tl.store(value_ptrs[:, None] + place[None, :], tl.where(alive[:, None], values, 0), mask=mask)
             values = next_values
 
 
@@ -157,9 +204,9 @@ def _dispatch_packed_pairs(
     pair_output_ptr,  # [R] int32
     num_pairs_ptr,  # int32
     num_routes_ptr,  # int32, the end of pair_rows
-    values_ptr,  # [X, VALUE_WORDS] i32
+    values_ptr,  # [X, OUT_WORDS] i32
     start_ptr,  # int64
-    scales_ptr,  # i32
+    scales_ptr,  # i32; None if rows are expanded, as the next
     scales_start_ptr,  # int64, bytes
     outer_inv_ptr,  # i32, bits of fp32; None without outer scales
     outer_inv_start_ptr,  # int64; None likewise
@@ -172,7 +219,10 @@ def _dispatch_packed_pairs(
     W: tl.constexpr,
     WIRE_BYTES: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
+    OUT_WORDS: tl.constexpr,
     NUM_SCALES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -187,8 +237,12 @@ def _dispatch_packed_pairs(
     num_pairs = tl.load(num_pairs_ptr)
     num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
-    scales_start = tl.load(scales_start_ptr)
-    offs_v = tl.arange(0, BLOCK_V)
+    EXPANDED: tl.constexpr = scales_ptr is None
+    GROWTH: tl.constexpr = (8 if ELEMENT == "e2m1" else 4) // 2 if EXPANDED else 1  # words that one becomes
+    END_UNIT: tl.constexpr = GROUP_WORDS if EXPANDED else 1  # groups of words are written whole
+    if not EXPANDED:
+        scales_start = tl.load(scales_start_ptr)
+    offs_v = tl.arange(0, BLOCK_V * GROWTH)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
     parts = num_parts(num_blocks, W)
     num_turns = parts * tl.cdiv(num_blocks, parts)
@@ -207,8 +261,11 @@ def _dispatch_packed_pairs(
         token = ((output - src * (T_max * J)) // J).to(tl.int64)
         wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), in_use, tl.int32, 16)
         once = in_use & (first_v == 0)  # what is not values
-        values = _load_values(wire_ptrs, in_use, first_v, end_v, BLOCK_V)
-        scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+        if EXPANDED:
+            values = _load_expanded(wire_ptrs, in_use, first_v, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK)
+        else:
+            values = _load_values(wire_ptrs, in_use, first_v, end_v, BLOCK_V)
+            scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
             outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, once, tl.int16, 2), once)
@@ -222,20 +279,28 @@ def _dispatch_packed_pairs(
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
                 score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
                 alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-                _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+                if not EXPANDED:
+                    _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
                 if outer_inv_ptr is not None:
                     tl.store(outer_inv_ptr + outer_inv_start + row, tl.where(alive, outer_inv, 0), mask=here)
+        end_out = tl.cdiv(end_v, END_UNIT) * END_UNIT * GROWTH
         for v in range(first_v, end_v, BLOCK_V):
-            mask_v = (v + offs_v < end_v)[None, :]
-            next_values = _load_values(wire_ptrs, in_use, v + BLOCK_V, end_v, BLOCK_V)
+            place = v * GROWTH + offs_v
+            mask_v = (place < end_out)[None, :]
+            if EXPANDED:
+                next_values = _load_expanded(
+                    wire_ptrs, in_use, v + BLOCK_V, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK
+                )
+            else:
+                next_values = _load_values(wire_ptrs, in_use, v + BLOCK_V, end_v, BLOCK_V)
             for i in range(most):
                 here = i < count
                 row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
                 score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
                 alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-                value_ptrs = values_ptr + (start + row) * VALUE_WORDS
+                value_ptrs = values_ptr + (start + row) * OUT_WORDS
                 value = tl.where(alive[:, None], values, 0)
-                tl.store(value_ptrs[:, None] + (v + offs_v)[None, :], value, mask=here[:, None] & mask_v)
+                tl.store(value_ptrs[:, None] + place[None, :], value, mask=here[:, None] & mask_v)
             values = next_values
 
 
@@ -244,14 +309,20 @@ def pick_tile(format: formats.Format, width: int) -> RowTile:
     return pick_row_tile(width // format.values_per_byte // 2)  # in elements of two bytes
 
 
-def wire_options(format: formats.Format, width: int) -> dict[str, int]:
-    """Constexprs that both kernels take."""
+def wire_options(format: formats.Format, width: int, expanded: bool = False) -> dict[str, int]:
+    """Constexprs that both kernels take. Expanded, values grow in registers, and whole groups of them are written."""
+    block_v = pick_tile(format, width).block_d // 2
+    if expanded:
+        block_v = max(block_v // (2 * format.values_per_byte), GROUP_WORDS.value)
     values_end, scales_end, _ = formats.packed_row_parts(format, width)
     return {
         "WIRE_BYTES": formats.packed_row_bytes(format, width),
         "VALUE_WORDS": values_end // 4,
         "NUM_SCALES": scales_end - values_end,
-        "BLOCK_V": pick_tile(format, width).block_d // 2,
+        "ELEMENT": ELEMENTS[format.value_dtype],
+        "BLOCK": format.block,
+        "OUT_WORDS": formats.row_pitch(format, width, expanded) // 4,
+        "BLOCK_V": block_v,
         "BLOCK_S": next_power_of_2(cdiv(scales_end - values_end, 4)),
     }
 
@@ -274,8 +345,9 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     tile = pick_tile(format, width)
     grid = row_grid(rows.values.device, tile, num_sms)
     outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
-    into = (_words(rows.values), rows.start_1, _words(rows.scales), rows.scales_start_1, *outer, row_scores_R, stop_1)
-    options = wire_options(format, width) | tile.options
+    values_XV, scales = _words(rows.values), None if rows.expanded else _words(rows.scales)
+    into = (values_XV, rows.start_1, scales, rows.scales_start_1, *outer, row_scores_R, stop_1)
+    options = wire_options(format, width, rows.expanded) | tile.options
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1, plan.num_routes_1)
         _dispatch_packed_pairs[grid](

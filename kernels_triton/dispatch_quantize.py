@@ -27,10 +27,10 @@ from ._rows import RowTile, num_parts, peer_pointers, spread
 from ._scaled import (
     ATOM_C,
     blocked_offset,
-    expand,
     format_options,
     pack_pairs,
     quantise,
+    quantise_and_expand,
 )
 from .dispatch import NEGATIVE_ZERO
 
@@ -99,7 +99,7 @@ def _put_columns(
     row = tl.arange(0, BLOCK)[:, None]
     offs_d = tl.arange(0, BLOCK_D)
     if scales_ptr is None:
-        values = expand(v, 0, ELEMENT, RECIPROCAL)
+        values = quantise_and_expand(v, 0, ELEMENT, RECIPROCAL)
     else:
         values, scales = quantise(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
         scales_ptr += blocked_offset(col, block, num_blocks)

@@ -16,11 +16,12 @@ result comes out transposed. That costs two to three instructions a value, for a
         powers of two, 2^120 and the scale, are exact. Scale 2^-127, as of zeros, counts as 0 and NaN as infinity.
 
 The sum does not care for the order of the contraction, so it is that in which a thread finds whole words of codes that
-share a scale: see `_halves_of_e2m1` and `_halves_of_e4m3`. The bits of an output depend on its own row and column
-alone.
+share a scale: see `_take`, `_halves_of_e2m1` and `_halves_of_e4m3`. The bits of an output depend on its own row and
+column alone.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dist_moe.formats import MXFP8_E4M3, NVFP4
+from dist_moe.formats import MXFP8_E4M3, NVFP4, Format
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
@@ -97,6 +98,8 @@ def _e4m3_to_halves() -> str:
         text += PAIRS_OF_E4M3.format(word=f"${word}", lower=f"o{first}", upper=f"o{first + 1}")
     return text + "".join(f"mov.b32 ${i}, o{i};" for i in range(4)) + "}"
 
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 E2M1_TO_HALVES = gl.constexpr(_e2m1_to_halves())
 E4M3_TO_HALVES = gl.constexpr(_e4m3_to_halves())
@@ -193,12 +196,9 @@ def _half_of_words(words, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_e2m1(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
-    """An atom of four rows of 32 words for every 64 values -> four [64, 4, 1]: of every word one scale, twice in FP16."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [0, 2]], [[4, 0], [8, 0], [0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [16, 32]
-    )
-    words = _half_of_words(w_scales.reshape([16, 32]).load(LAYOUT), SIDE)
+def _scales_of_e2m1(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
+    """An atom of four rows of 32 words for every 64 values -> four [64, 4, 1]: a scale of every word, twice in FP16."""
+    words = _half_of_words(words, SIDE)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, WORDS_LAYOUT)), 2)
     return gl.inline_asm_elementwise(
         SCALES_TO_HALVES, "=r,=r,=r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
@@ -206,12 +206,9 @@ def _scales_of_e2m1(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of_e4m3(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
+def _scales_of_e4m3(words, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
     """The atom of a step -> [64, 4, 1] of the four scales of a row, twice in BF16."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [4, 32]
-    )
-    words = gl.reshape(_half_of_words(w_scales.reshape([4, 32]).load(LAYOUT), SIDE), [SIDE_ROWS])
+    words = gl.reshape(_half_of_words(words, SIDE), [SIDE_ROWS])
     words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_LAYOUT)))
     place = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS_LAYOUT)))
     codes = (gl.expand_dims(words, 1) >> gl.expand_dims(8 * place, 0)) & 0xFF
@@ -222,16 +219,16 @@ def _scales_of_e4m3(w_scales, SIDE: gl.constexpr, WORDS_LAYOUT: gl.constexpr):
 def _halves_of_e2m1(words, scales):
     """[R, 4, 2] words and [R, 4, 1] scales -> FP16 [R, 64].
 
-    Word 2 a + c of row r, a, c < 4, 2, has codes d + 4 e, d, e < 4, 2. Column 32 c + 8 d + 2 a + e of the result is that
-    code: what the tensor cores take from thread a of four. The assembly takes words c = 0, 1 together, and returns
-    them as e = 0, 1.
+    Word 2 a + c of row r, a, c < 4, 2, has codes d + 4 e, d, e < 4, 2. Column 32 c + 8 d + 2 a + e of the result is
+    that code: what the tensor cores take from thread a of four. The assembly takes words c = 0, 1 together, and
+    returns them as e = 0, 1.
     """
     p0, p1, p2, p3, q0, q1, q2, q3 = gl.inline_asm_elementwise(
         E2M1_TO_HALVES,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
         [words, scales],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
     p = gl.join(gl.join(p0, p1), gl.join(p2, p3))  # [R, a, e, d bit 0, d bit 1]
@@ -243,8 +240,8 @@ def _halves_of_e2m1(words, scales):
 def _halves_of_e4m3(words, scales):
     """[R, 4, 4] words and [R, 4, 1] scales -> BF16 [R, 64].
 
-    Word 4 a + 2 b + c of row r, a, b, c < 4, 2, 2, has codes d + 2 e, d, e < 2, 2. Column 32 b + 16 c + 8 d + 2 a + e of
-    the result is that code. The assembly takes words c = 0, 1 together, and returns them as e = 0, 1.
+    Word 4 a + 2 b + c of row r, a, b, c < 4, 2, 2, has codes d + 2 e, d, e < 2, 2. Column 32 b + 16 c + 8 d + 2 a + e
+    of the result is that code. The assembly takes words c = 0, 1 together, and returns them as e = 0, 1.
     """
     R: gl.constexpr = words.shape[0]
     p0, p1, q0, q1 = gl.inline_asm_elementwise(
@@ -252,7 +249,7 @@ def _halves_of_e4m3(words, scales):
         "=r,=r,=r,=r,r,r,r,r",
         [words, scales],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
     halves = gl.reshape(gl.join(gl.join(p0, p1), gl.join(q0, q1)), [R, 4, 2, 2, 2, 2])  # [R, a, b, e, d, c]
@@ -274,6 +271,30 @@ def _parts(words, FP4: gl.constexpr):
 
 
 @gluon.jit
+def _take(step, num_steps, w_ring, w_scales, full, SIDE: gl.constexpr, FP4: gl.constexpr):
+    """The codes of a step, eight words of two rows a thread, and the words of its scales, which _half_of_words splits;
+    behind the last step whatever is there."""
+    CODES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [SIDE_ROWS, WORDS],
+    )
+    SCALE_ROWS: gl.constexpr = 16 if FP4 else 4
+    # Lanes of a row, and the rows of the other side: a thread keeps those of its own.
+    OF_LANES: gl.constexpr = [[4, 0], [8, 0]] if FP4 else [[0, 0], [0, 0]]
+    SCALES: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [0, 2]], OF_LANES + [[0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [SCALE_ROWS, 32]
+    )
+    STAGES: gl.constexpr = w_ring.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1, pred=step < num_steps)
+    w_rows = w_ring.index(stage).reshape([TILE, WORDS]).slice(SIDE * SIDE_ROWS, SIDE_ROWS, 0)
+    return w_rows.load(CODES), w_scales.index(stage).reshape([SCALE_ROWS, 32]).load(SCALES)
+
+
+@gluon.jit
 def _multiply(
     sizes,
     tables,
@@ -290,7 +311,8 @@ def _multiply(
     """Four warps: half of the weights of every tile into registers and 16 bits, their products, and the way out.
 
     The tensor cores read one part of a step from registers while the warps convert the next part into others. Before
-    any are written again all but the newest product have ended: parts of a step are an even number.
+    registers are written again, in the next step, all but the newest product have ended: a step has at least two
+    parts, and conversions, which are not declared pure, stay behind the wait that they follow.
     """
     L, _all_columns, _first_column, width, contraction = sizes
     a_ring, tail_ring, w_ring, w_scales, full, empty = rings
@@ -301,15 +323,11 @@ def _multiply(
     TAIL_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL_ACC, 2)
-    CODES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [SIDE_ROWS, WORDS],
-    )
     ends_L = _row_tile_ends(tables[1], L, ROWS + TAIL, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
+    programs = gl.num_programs(0)
+    num_steps = gl.cdiv(gl.maximum(num_tiles - gl.program_id(0), 0), programs) * gl.cdiv(contraction, STEP)
+    words, scale_words = _take(0, num_steps, w_ring, w_scales, full, SIDE, FP4)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
@@ -319,19 +337,17 @@ def _multiply(
             tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
         for k in range(0, contraction, STEP):
             stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            w_rows = w_ring.index(stage).reshape([TILE, WORDS]).slice(SIDE * SIDE_ROWS, SIDE_ROWS, 0)
-            words = _parts(w_rows.load(CODES), FP4)
-            WORDS_LAYOUT: gl.constexpr = words[0].type.layout
+            parts = _parts(words, FP4)
+            WORDS_LAYOUT: gl.constexpr = parts[0].type.layout
             if FP4:
-                scales = _scales_of_e2m1(w_scales.index(stage), SIDE, WORDS_LAYOUT)
+                scales = _scales_of_e2m1(scale_words, SIDE, WORDS_LAYOUT)
             else:
-                scales = _scales_of_e4m3(w_scales.index(stage), SIDE, WORDS_LAYOUT)
+                scales = _scales_of_e4m3(scale_words, SIDE, WORDS_LAYOUT)
             for part in gl.static_range(STEP // PART):
                 if FP4:
-                    values = _halves_of_e2m1(words[part], scales[part])
+                    values = _halves_of_e2m1(parts[part], scales[part])
                 else:
-                    values = _halves_of_e4m3(words[part], scales)
+                    values = _halves_of_e4m3(parts[part], scales)
                 a_rows = a_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
                 acc = warpgroup_mma(gl.convert_layout(values, OPERAND), a_rows, acc, is_async=True)
                 if TAIL:
@@ -342,6 +358,8 @@ def _multiply(
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                 if part == 0:
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+                if part == STEP // PART - 2:
+                    words, scale_words = _take(step + 1, num_steps, w_ring, w_scales, full, SIDE, FP4)
             step += 1
         if TAIL:
             acc, tail = warpgroup_mma_wait(0, deps=(acc, tail))
@@ -401,7 +419,7 @@ def _rows_times_weight_kernel(
     """Program p takes output tiles p, p + programs, ...; example: grouped_gemm_scaled._rows_times_weight_kernel."""
     if gl.load(stop_ptr) != 0:
         return
-    STEP: gl.constexpr = 256 if FP4 else 128
+    STEP: gl.constexpr = a_desc.block_type.shape[1]
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, ROWS, STEP], a_desc.layout)
     if TAIL:
         tail_ring = gl.allocate_shared_memory(tail_desc.dtype, [STAGES, TAIL, STEP], tail_desc.layout)
@@ -453,10 +471,11 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).view(torch.int32)
 
 
-def pick_config(format, rows_per_expert: int | None) -> Config:
+def pick_config(format: Format, rows_per_expert: int | None) -> Config:
+    """The least tile that holds the rows of nearly every expert, two deviations above their mean; else the largest."""
     configs = CONFIGS[format]
-    rows = max(configs) if rows_per_expert is None else max(16, next_power_of_2(rows_per_expert))
-    return configs[min(rows, max(configs))]
+    rows = math.inf if rows_per_expert is None else rows_per_expert + 2 * math.sqrt(rows_per_expert)
+    return configs[min((size for size in configs if size >= rows), default=max(configs))]
 
 
 def grouped_gemm_scaled(
@@ -477,20 +496,23 @@ def grouped_gemm_scaled(
     rows_per_expert=None,
     config=None,
 ) -> None:
-    fp4 = format is NVFP4
-    dtype = gl.float16 if fp4 else gl.bfloat16
-    L, N, K = w_values_LNK.shape
-    K *= format.values_per_byte
-    first, width = columns or (0, N)
+    """As grouped_gemm_scaled.grouped_gemm_scaled, of expanded rows, e4m3 or NVFP4, and windows that begin at a multiple
+    of 128; square or not is the same here."""
+    assert format in CONFIGS and (columns is None or columns[0] % TILE.value == 0), (format, columns)
+    L, N, K, first, width = check_scaled_rows(
+        "grouped_gemm_scaled", a, w_values_LNK, w_scales, out_XN, row_start_P, num_rows_L, format=format,
+        dgrad=False, w_outer_inv=w_outer_inv_L, columns=columns, expanded=True,
+    )  # fmt: skip
     config = config or pick_config(format, rows_per_expert)
+    fp4, dtype = format is NVFP4, DTYPES[format.expanded_dtype]
     rows_of_atoms, atoms = w_scales.shape[0] // TILE.value, w_scales.shape[1] // 4
-    scale_rows = 16 if fp4 else 4
+    atoms_of_a_step = format.expanded_group // format.block // 4
     _rows_times_weight_kernel[(num_programs(out_XN.device, num_sms),)](
-        _descriptor(a.values, dtype, config.rows, 256 if fp4 else 128),
-        _descriptor(a.values, dtype, config.tail, 256 if fp4 else 128) if config.tail else None,
+        _descriptor(a.values, dtype, config.rows, format.expanded_group),
+        _descriptor(a.values, dtype, config.tail, format.expanded_group) if config.tail else None,
         a.start_1,
         _descriptor(_words(w_values_LNK), gl.int32, 1, TILE.value, WORDS.value),
-        _descriptor(_words(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, scale_rows, 32),
+        _descriptor(_words(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, 4 * atoms_of_a_step, 32),
         out_XN,
         out_start_1,
         row_start_P,

@@ -32,8 +32,8 @@ from dist_moe.shapes import next_power_of_2
 from . import grouped_gemm
 from ._device import delay, is_interpreting, num_programs
 from ._launch import launched
-from ._scaled import ATOM_C, ATOM_R, ELEMENTS
-from ._scaled_operands import e2m1_values, powers, row_tile, row_tile_ends, scale_codes, scaled_e2m1
+from ._scaled import ATOM_C, ATOM_R, ELEMENTS, powers
+from ._scaled_operands import e2m1_values, row_tile, row_tile_ends, scale_codes, scaled_e2m1
 from .grouped_gemm import GROUP_M, MAX_ROW, _store_tile, _tile_place
 
 E2M1_UNIT = tl.constexpr(2.0**126)

@@ -8,7 +8,8 @@ Block-scaled, the columns of x stand for x_RD in a slot, and the scratch is that
 
 Grid: one program, scalars and one vector over the ranks. Reads rank_rows_W of route, so every rank decides alike; reads
 and writes local memory only. Backward puts into the own header which forward it belongs to and what that kept; peers
-verify it after PUBLISHED. The place record (words PLACE_*) holds start and stop words of the ops that follow.
+verify it after PUBLISHED. The place record (words PLACE_*, all written) holds start and stop words of the ops that
+follow.
 """
 
 import triton
@@ -67,6 +68,8 @@ STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SCRATCH, STATS_SLOTS
         shapes.STATS_SLOTS,
     )
 )
+PLACE_WORDS, SCALED_PLACE_WORDS = tl.constexpr(shapes.PLACE_WORDS), tl.constexpr(shapes.SCALED_PLACE_WORDS)
+ALL_WORDS = tl.constexpr(next_power_of_2(shapes.SCALED_PLACE_WORDS))
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
 FAULT_SLOT_ROOM = tl.constexpr(shapes.FAULT_SLOT_ROOM)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
@@ -128,6 +131,16 @@ def _choose_kept(used, rows, mask, still_to_come, D, F, slot_bytes, x_bytes, x_h
     )
     keeps_h1 = x_h1_end + still_to_come * x_bytes <= slot_bytes
     return tl.where(keeps_rows, KEEPS_ROWS, tl.where(keeps_h1, KEEPS_H1, KEEPS_X))
+
+
+@triton.jit
+def _begin_place(place_ptr, BLOCK: tl.constexpr):
+    """Write a record that keeps nothing and skips everything, 0 in all other words."""
+    NUM_WORDS: tl.constexpr = PLACE_WORDS if BLOCK == 0 else SCALED_PLACE_WORDS
+    word = tl.arange(0, ALL_WORDS)
+    skips = (word == SKIP_X) | (word == SKIP_H1) | ((word == SKIP_COLUMNS) & (BLOCK > 0))
+    tl.store(place_ptr + word, skips.to(tl.int64), mask=word < NUM_WORDS)
+    tl.debug_barrier()  # before another thread writes a word once more
 
 
 @triton.jit
@@ -303,11 +316,7 @@ def _plan_forward(
     used = (1664, 2688).
     """
     X_BLOCK: tl.constexpr = BLOCK if GROUP == 0 else 0  # of the columns of x
-    tl.store(place_ptr + KEPT, KEEPS_X)
-    tl.store(place_ptr + SKIP_X, 1)
-    tl.store(place_ptr + SKIP_H1, 1)
-    if BLOCK > 0:
-        tl.store(place_ptr + SKIP_COLUMNS, 1)
+    _begin_place(place_ptr, BLOCK)
     if tl.load(fault_ptr) != 0:
         return
     rows = tl.load(rank_rows_ptr + rank)
@@ -407,13 +416,11 @@ def _plan_backward(
     Example: after the last forward of _plan_forward (used = (1664, 2688), 2 layers), its place with LAYER = 1 gives
     used = (1024, 768), 1 layer, SKIP_X = 0 and SKIP_H1 = 1 (x_RD must be made again); once more it is a fault.
     """
-    tl.store(place_ptr + KEPT, KEEPS_X)
-    tl.store(place_ptr + SKIP_X, 1)
-    tl.store(place_ptr + SKIP_H1, 1)
+    _begin_place(place_ptr, BLOCK)
     if tl.load(fault_ptr) != 0:
         return
     slot, layer = tl.load(saved_place_ptr + SLOT), tl.load(saved_place_ptr + LAYER)
-    # A record that its forward never wrote, because of a fault before a reset, holds any slot; its epoch differs.
+    # A record that its forward never came to write holds any slot; its epoch differs.
     newest = tl.load(slot_layers_ptr + slot, mask=(slot >= 0) & (slot < num_slots), other=0) - 1
     if (layer != newest) | (tl.load(saved_place_ptr + EPOCH) != tl.load(call_ptr) >> EPOCH_SHIFT):
         set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, newest)

@@ -1,4 +1,5 @@
-"""route: from all ranks' resolved ids to this rank's row maps, by a counting sort in three launches.
+"""route: from all ranks' resolved ids to this rank's row maps, by a counting sort in three launches; it verifies the
+call on the way.
 
     row(t, e)    = row_start[e] + routes to e of all (source rank, token) before t
     row_start[e] = sum over local experts before e of align(routes to them, row_alignment)
@@ -8,12 +9,13 @@ an expert at most once (publish resolves repetitions), so in a block a route com
 as earlier tokens name it: a prefix sum down one column of a 0/1 matrix tokens x experts. Nothing is sorted, no atomic
 touches data, and each launch needs only what earlier launches wrote.
 
-    _count  grid (blocks,)               pulls the ids of a block from its rank, counts them by expert and by owner
+    _count  grid (blocks + 1,)           pulls the ids of a block from its rank, counts them by expert and by owner; the
+                                         last program compares headers: what is wrong there wins over all that follows
     _scan   grid (expert tiles + 1,)     prefix sums over the blocks; the last program adds up ranks and finds faults
     _place  grid (blocks, expert tiles)  writes the maps
 With a row_alignment what a rank holds depends on the routes to each of its experts. So _count counts by expert of any
-rank, further programs of _scan add them up, and a fourth launch comes before _place:
-    _align  grid (1,)                    aligned starts, rows of all ranks, overflow
+rank, further programs of _scan add them up, and each program of _place finds the aligned starts and an overflow for
+itself, which is quicker than a launch of one program.
 Reads peers' `ids` and `header` after the wait PUBLISHED; writes local memory only. Every rank finds the same faults.
 """
 
@@ -31,6 +33,7 @@ from dist_moe.shapes import align, cdiv, next_power_of_2
 from ._device import delay
 from ._fault import set_fault
 from ._launch import launched
+from .barrier import verify_headers
 
 HEADER_T = tl.constexpr(shapes.HEADER_T)
 NO_EXPERT = tl.constexpr(shapes.NO_EXPERT)
@@ -48,7 +51,7 @@ class Config:
     count_g: int  # groups of one histogram in _count
     count_warps: int
     place_e: int  # experts of one program of _place
-    align_l: int  # experts of each rank in one step of _align
+    align_l: int  # experts of each rank in one step of aligned_rows
     scan_b: int  # blocks and columns of one step of _scan
     scan_e: int = 8
     scan_warps: int = 8
@@ -101,8 +104,9 @@ def _count(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Grid (blocks,).
+    """Grid (blocks + 1,); the last program verifies. Its verdict is for later launches: nothing here relies on it.
 
     Example (W = 2, rank 1, L = 2, K = 2), a block with tokens [3, 2] and [0, 3]: below = [0, 1, 3], group_rows =
     [1, 3] by owner and [1, 0, 1, 2] by expert, pairs = 2, invalid = NO_SLOT.
@@ -112,6 +116,9 @@ def _count(
     block = tl.program_id(0)
     delay(block)
     src = block // blocks_of_rank
+    if src == W:
+        verify_headers(header_table_ptr, fault_ptr, T_max, W, BLOCK_W)
+        return
     t = (block % blocks_of_rank) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     slot = t[:, None] * K + k[None, :]
@@ -255,28 +262,21 @@ def _scan(
         check_capacity(rank_rows, w, capacity, fault_ptr)
 
 
-@launched
-@triton.jit(do_not_specialize=["rank"])
-def _align(
+@triton.jit
+def aligned_rows(
     expert_rows_ptr,  # [E] int32
-    row_start_ptr,  # [L + 1] int32
-    rank_rows_ptr,  # [W] int64
-    fault_ptr,
+    before,
     rank,
     W,
     L,
-    capacity,
     ALIGNMENT: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Grid (1,).
+    """Rows that every rank holds, int64 [BLOCK_W], and own ones of local experts below `before`, with their padding.
 
-    Example (W = 2, rank 1, L = 2, alignment 4): experts with 3, 0 | 2 and 5 rows give rank_rows = [4, 12] and
-    row_start = [0, 4, 12].
+    Example (W = 2, rank 1, L = 2, alignment 4, before 1): experts with 3, 0 | 2 and 5 rows give [4, 12] and 4.
     """
-    if tl.load(fault_ptr) != 0:
-        return
     w = tl.arange(0, BLOCK_W)
     rank_rows = tl.zeros([BLOCK_W], dtype=tl.int64)
     start = 0
@@ -286,12 +286,8 @@ def _align(
         rows = tl.load(expert_rows_ptr + w[:, None] * L + e[None, :], mask=mask, other=0)
         rows = tl.cdiv(rows, ALIGNMENT) * ALIGNMENT
         rank_rows += tl.sum(rows.to(tl.int64), axis=1)
-        own = tl.sum(tl.where((w == rank)[:, None], rows, 0), axis=0)
-        tl.store(row_start_ptr + e, start + tl.cumsum(own) - own, mask=e < L)
-        start += tl.sum(own)
-    tl.store(row_start_ptr + L, start)
-    tl.store(rank_rows_ptr + w, rank_rows, mask=w < W)
-    check_capacity(rank_rows, w, capacity, fault_ptr)
+        start += tl.sum(tl.where((w == rank)[:, None] & (e < before)[None, :], rows, 0))
+    return rank_rows, start
 
 
 @launched
@@ -304,24 +300,31 @@ def _place(
     first_route_ptr,
     row_start_ptr,
     num_rows_ptr,
+    expert_rows_ptr,  # [E] int32, like rank_rows only with an alignment
+    rank_rows_ptr,
     row_to_slot_ptr,  # [R] int32, like the three below
     pair_rows_ptr,
     pair_start_ptr,
     pair_output_ptr,
     fault_ptr,
     rank,
+    W,
     L,
     T_max,
     blocks_of_rank,
     J,
+    capacity,
     K: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_W: tl.constexpr,  # ranks of a step
+    ALL_W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Grid (blocks, tiles of local experts); tile 0 also writes the tables by pair, block 0 the rows of padding.
+    """Grid (blocks, tiles of local experts); tile 0 also writes the tables by pair, block 0 what alignment adds: starts
+    and rows of padding, and in tile 0 the rows of all ranks.
 
     Example (L = 2, K = 2, rank 0), the first block, tokens [0, 1], [1, -1] and [1, 0], with row_start [0, 2, 5]:
     the columns of experts 0 and 1 are [1, 0, 1] and [1, 1, 1], so the routes have rows 0, 2 | 3 | 4, 1; row_to_slot =
@@ -332,15 +335,31 @@ def _place(
     block = tl.program_id(0)
     e0 = tl.program_id(1) * BLOCK_E
     e = e0 + tl.arange(0, BLOCK_E)
-    if ALIGNMENT > 1:
-        if block == 0:
-            padding = tl.load(row_start_ptr + e, mask=e < L, other=0) + tl.load(num_rows_ptr + e, mask=e < L, other=0)
-            padding = padding[:, None] + tl.arange(0, ALIGNMENT)[None, :]
-            end = tl.load(row_start_ptr + e + 1, mask=e < L, other=0)
-            tl.store(row_to_slot_ptr + padding, -1, mask=padding < end[:, None])
     below_row = below_ptr + block.to(tl.int64) * (L + 1)
     last_e = tl.where(e0 == 0, L, tl.minimum(e0 + BLOCK_E, L))  # tile 0 is there for the pairs of the whole block
-    if tl.load(below_row + last_e) == tl.load(below_row + e0):
+    has_routes = tl.load(below_row + last_e) != tl.load(below_row + e0)
+    if (block > 0) & ~has_routes:
+        return
+    if ALIGNMENT == 1:
+        first_row = tl.load(row_start_ptr + e, mask=e < L, other=0)
+    else:
+        rank_rows, first = aligned_rows(expert_rows_ptr, e0, rank, W, L, ALIGNMENT, ALL_W, BLOCK_L)
+        if block + e0 == 0:
+            w = tl.arange(0, ALL_W)
+            tl.store(rank_rows_ptr + w, rank_rows, mask=w < W)
+            check_capacity(rank_rows, w, capacity, fault_ptr)
+        if tl.max(rank_rows) > capacity:
+            return
+        num_rows = tl.load(num_rows_ptr + e, mask=e < L, other=0)
+        padded = tl.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
+        end = first + tl.cumsum(padded)
+        first_row = end - padded
+        if block == 0:
+            tl.store(row_start_ptr + e, first_row, mask=e < L)
+            tl.store(row_start_ptr + e + 1, end, mask=e == L - 1)
+            padding = (first_row + num_rows)[:, None] + tl.arange(0, ALIGNMENT)[None, :]
+            tl.store(row_to_slot_ptr + padding, -1, mask=padding < end[:, None])
+    if not has_routes:
         return
     src = block // blocks_of_rank
     t = (block % blocks_of_rank) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -359,7 +378,6 @@ def _place(
             num_own += ((local >= 0) & (local < L)).to(tl.int32)
     start = tl.load(first_route_ptr + block) + tl.cumsum(num_own) - num_own
 
-    first_row = tl.load(row_start_ptr + e, mask=e < L, other=0)
     first_row += tl.load(earlier_ptr + block.to(tl.int64) * L + e, mask=e < L, other=0)
     one = (named != 0).to(tl.int32)
     row = first_row[None, :] + tl.cumsum(one, axis=0) - one
@@ -384,11 +402,11 @@ def _place(
 
 
 def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fault_F) -> RoutePlan:
-    """The row maps of this rank; see RoutePlan. Leaves them unwritten when a fault is set or found.
+    """The row maps of this rank; see RoutePlan. Leaves them unwritten when a fault is set or found, by verify or here.
 
     Args:    ids, header: regions; sizes are taken from them.  capacity_rows: R, rows of the tables.
              row_alignment: a power of two of which every local expert begins at a multiple.
-    Returns: a new RoutePlan; three launches, four with an alignment, none of which waits for the host.
+    Returns: a new RoutePlan; three launches, none of which waits for the host.
     Order:   reads peers after the wait PUBLISHED and before this rank's signal COMBINED.
     """
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
@@ -419,7 +437,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
     own_ids, below_BP, earlier_BL, group_rows_BG, *by_block, expert_rows_E = table(sum(sizes)).split_with_sizes(sizes)
     ids_WTK, (pairs_B, invalid_B, first_pair_B, first_route_B) = own_ids.view(torch.int16), by_block
 
-    _count[(num_blocks,)](
+    _count[(num_blocks + 1,)](
         ids.table_W,
         header.table_W,
         ids_WTK,
@@ -439,6 +457,7 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
         BLOCK_K=config.block_k,
         BLOCK_E=config.count_e,
         BLOCK_G=config.count_g,
+        BLOCK_W=next_power_of_2(W),
         num_warps=config.count_warps,
     )
     _scan[(cdiv(L + 1, config.scan_e) + 1 + (cdiv(num_experts, config.scan_e) if aligned else 0),)](
@@ -467,20 +486,6 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
         BLOCK_W=next_power_of_2(W),
         num_warps=config.scan_warps,
     )
-    if aligned:
-        _align[(1,)](
-            expert_rows_E,
-            plan.row_start_P,
-            plan.rank_rows_W,
-            fault_F,
-            rank,
-            W,
-            L,
-            capacity_rows,
-            ALIGNMENT=row_alignment,
-            BLOCK_W=next_power_of_2(W),
-            BLOCK_L=config.align_l,
-        )
     _place[(num_blocks, cdiv(L, config.place_e))](
         ids_WTK,
         below_BP,
@@ -489,21 +494,27 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
         first_route_B,
         plan.row_start_P,
         plan.num_rows_L,
+        expert_rows_E,
+        plan.rank_rows_W,
         plan.row_to_slot_R,
         plan.pair_rows_R,
         plan.pair_start_R,
         plan.pair_output_R,
         fault_F,
         rank,
+        W,
         L,
         T_max,
         blocks_of_rank,
         min(K, W),
+        capacity_rows,
         K=K,
         ALIGNMENT=row_alignment,
         BLOCK_T=config.block_t,
         BLOCK_E=config.place_e,
         BLOCK_W=min(next_power_of_2(W), 8),
+        ALL_W=next_power_of_2(W),
+        BLOCK_L=config.align_l,
         UNROLL=min(config.block_k, 8),
         num_warps=config.place_warps,
     )

@@ -221,7 +221,7 @@ def _multiply(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
         _expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
-        first = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
+        first = gl.reshape(gl.zeros([M, N], gl.float32, layout=ACC), [M, GROUPS, N // GROUPS])
         second = first
         SCALES: gl.constexpr = gl.SliceLayout(2, first.type.layout)
         for _k in range(0, contraction, STEP):
@@ -241,6 +241,8 @@ def _multiply(
                 m_scales, n_scales = a_scales.index(stage), w_scales.index(stage)
             m_values = m_values.slice(SIDE * M, M, 0)
             m_words = m_scales.slice(SIDE * M, M).load(gl.SliceLayout(1, SCALES))
+            first_words = n_scales.slice(0, GROUPS).load(gl.SliceLayout(0, SCALES))
+            second_words = n_scales.slice((PARTS - 1) * GROUPS, GROUPS).load(gl.SliceLayout(0, SCALES))
             product = _product(m_values, n_values.slice(0, N, 0), zeros, 0)
             for i in gl.static_range(4 * PARTS):
                 if i < 4 * PARTS - 1:
@@ -252,7 +254,7 @@ def _multiply(
                     mbarrier.arrive(empty.index(stage))
                     if DGRAD:
                         mbarrier.arrive(t_empty.index(slot))
-                n_words = n_scales.slice(i % PARTS * GROUPS, GROUPS).load(gl.SliceLayout(0, SCALES))
+                n_words = first_words if i % PARTS == 0 else second_words
                 scale = gl.expand_dims(_power(m_words, i // PARTS), 1) * gl.expand_dims(_power(n_words, i // PARTS), 0)
                 scaled = gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
                 if i % PARTS == 0:
@@ -356,7 +358,7 @@ def _rows_times_weight_kernel(
             (_produce, (sizes, tables, rings, transposed, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
         ],
         [4, 4 if DGRAD else 1],
-        [MULTIPLIER_REGISTERS, PRODUCER_REGISTERS],
+        [216, 72] if DGRAD else [232, 40],
     )
 
 

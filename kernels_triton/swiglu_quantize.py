@@ -35,12 +35,13 @@ from ._scaled import (
     bits_of,
     block_scales,
     blocked_offset,
-    expand,
+    expanded,
     format_options,
     one_nan,
     outer_scale,
     pack_pairs,
     quantise,
+    quantise_and_expand,
     value_codes,
 )
 from ._scaled_operands import row_tile, row_tile_ends
@@ -104,8 +105,9 @@ def _put_rows(
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    EXPANDED: tl.constexpr,
 ):
-    """Quantise and store a tile of the real rows, blocks along a row.
+    """Quantise and store a tile of the real rows, blocks along a row; expanded it has values alone, in 16 bits.
 
     Offsets inside the tile are of 32 bits, which a thread adds to a base that all share.
     """
@@ -114,16 +116,22 @@ def _put_rows(
     blocks = tl.reshape(x, (R, C // BLOCK, BLOCK))
     codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
     codes = tl.reshape(codes, (R, C))
-    if VALUES_PER_BYTE == 2:
-        codes = pack_pairs(codes, R, C)
-    byte = col // VALUES_PER_BYTE + tl.arange(0, C // VALUES_PER_BYTE)
-    inside = real[:, None] & (byte < end // VALUES_PER_BYTE)[None, :]
     row = tl.arange(0, R)[:, None]
     values_ptr += first_row * values_stride
-    tl.store(values_ptr + (row * values_stride + byte[None, :]), codes, mask=inside)
-    s = col // BLOCK + tl.arange(0, C // BLOCK)
-    inside = real[:, None] & (s < end // BLOCK)[None, :]
-    tl.store(_row_scale_ptrs(scales_ptr, first_row, R, s, padded_S), scales, mask=inside)
+    if EXPANDED:
+        place = col + tl.arange(0, C)
+        inside = real[:, None] & (place < values_stride)[None, :]
+        values = expanded(codes, scales, ELEMENT, BLOCK)
+        tl.store(values_ptr + (row * values_stride + place[None, :]), values, mask=inside)
+    else:
+        if VALUES_PER_BYTE == 2:
+            codes = pack_pairs(codes, R, C)
+        byte = col // VALUES_PER_BYTE + tl.arange(0, C // VALUES_PER_BYTE)
+        inside = real[:, None] & (byte < end // VALUES_PER_BYTE)[None, :]
+        tl.store(values_ptr + (row * values_stride + byte[None, :]), codes, mask=inside)
+        s = col // BLOCK + tl.arange(0, C // BLOCK)
+        inside = real[:, None] & (s < end // BLOCK)[None, :]
+        tl.store(_row_scale_ptrs(scales_ptr, first_row, R, s, padded_S), scales, mask=inside)
 
 
 @triton.jit
@@ -181,7 +189,7 @@ def _put_block_by_columns(
 ):
     """Quantise and store a block, a scale a column; one-byte formats. Expanded where there is no place for scales."""
     if scales_ptr is None:
-        values = expand(x, 1, ELEMENT, RECIPROCAL)
+        values = quantise_and_expand(x, 1, ELEMENT, RECIPROCAL)
     else:
         values, scales = quantise(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
         scales_ptr += blocked_offset(col, block, num_blocks)
@@ -240,9 +248,9 @@ def _act(h1, alpha, limit, CLAMPED: tl.constexpr, FAST_MATH: tl.constexpr):
 def _swiglu_quantize(
     h1_ptr,  # [X, 2F] bf16
     h1_start_ptr,  # [1] i64
-    values_ptr,  # [X, F / values per byte] bytes
+    values_ptr,  # [X, F / values per byte] bytes, or expanded
     values_start_ptr,  # [1] i64
-    scales_ptr,  # bytes, blocked order
+    scales_ptr,  # bytes, blocked order; None if expanded, as the next
     scales_start_ptr,  # [1] i64
     outer_inv_ptr,  # fp32 or None
     outer_inv_start_ptr,  # [1] i64 or None
@@ -251,6 +259,7 @@ def _swiglu_quantize(
     stop_ptr,  # [1] i64
     L,
     F,
+    values_stride,
     alpha,
     limit,
     ELEMENT: tl.constexpr,
@@ -274,10 +283,11 @@ def _swiglu_quantize(
     """
     if tl.load(stop_ptr) != 0:
         return
-    values_stride = F // VALUES_PER_BYTE
+    EXPANDED: tl.constexpr = scales_ptr is None
     h1_ptr += tl.load(h1_start_ptr) * 2 * F
     values_ptr += tl.load(values_start_ptr) * values_stride
-    scales_ptr += tl.load(scales_start_ptr)
+    if not EXPANDED:
+        scales_ptr += tl.load(scales_start_ptr)
     if TWO_LEVEL:
         outer_inv_ptr += tl.load(outer_inv_start_ptr)
     S = F // BLOCK
@@ -317,9 +327,9 @@ def _swiglu_quantize(
             _put_rows(
                 h2_parts[part], first_row, real, first_col + part * BLOCK_F, F, outer,
                 values_ptr, values_stride, scales_ptr, padded_S,
-                ELEMENT, VALUES_PER_BYTE, BLOCK, RECIPROCAL, TWO_LEVEL,
+                ELEMENT, VALUES_PER_BYTE, BLOCK, RECIPROCAL, TWO_LEVEL, EXPANDED,
             )  # fmt: skip
-        if first_col == 0:
+        if first_col == 0 and not EXPANDED:
             _fill_row_atoms(first_row, real, S, padded_S, scales_ptr)
 
 
@@ -457,7 +467,7 @@ def _grid(device: torch.device, config: Config, num_sms: int | None) -> tuple[in
 
 
 def _places(bundle: Bundle | None) -> tuple[Tensor | None, ...]:
-    """Values and scales of a bundle as bytes, each with its start."""
+    """Values and scales of a bundle as bytes, each with its start; expanded it has values alone, as they are."""
     if bundle is None:
         return (None,) * 4
     if bundle.expanded:
@@ -503,6 +513,7 @@ def swiglu_quantize(
         stop_1,
         L,
         F,
+        rows.values.shape[1],
         activation.alpha,
         activation.limit,
         **format_options(format),

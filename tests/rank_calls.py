@@ -5,7 +5,8 @@ import socket
 import sys
 from collections.abc import Callable
 
-import torch._dynamo  # noqa: F401  when a worker starts, not in create_context, which some tests give a second alone
+import torch
+import torch._dynamo  # when a worker starts, not in create_context, which some tests give a second alone
 import torch.distributed as dist
 
 from dist_moe import routed_experts
@@ -73,3 +74,10 @@ def run_rank(inputs: RankInputs, context) -> RankResults:
     results = step(inputs, context)
     context.check()
     return results
+
+
+def memory_of(context) -> set[int]:
+    """Addresses of the storages that calls of this context use again."""
+    kept = [context.activation_buffer, *(region.own for region in context.buffers.values())]
+    kept += [value for value in vars(context.ranks[0]).values() if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in kept}

@@ -109,7 +109,10 @@ def reference_plan(c: Config, W: int) -> dict[str, int | float]:
 
 
 def allowed_excess(c: Config, figures: dict[str, int | float]) -> dict[str, int]:
-    """How far a byte figure may exceed the release's: one row pitch a region."""
+    """How far a byte figure may exceed the release's: one row pitch a region.
+
+    Block-scaled inference without host scratch may take 128 MiB more for outputs that are wider than h1.
+    """
     D, F = c.hidden_dim, c.intermediate_dim
     if c.block_scaled is None:
         scratch = 2 * D + 4 * F + 2 * F + (0 if c.inference else 2 * D)
@@ -119,6 +122,9 @@ def allowed_excess(c: Config, figures: dict[str, int | float]) -> dict[str, int]
         columns = 2 * D + F + 2 * F
         scratch = 4 * F + (forward // _block(c)[0] if c.inference else max(forward, 2 * F) + columns + 2 * F)
         layer = 4 * F + D + F
+        rows, wider = figures["total_scratch_capacity_rows"], max(2 * D - 4 * F, 0)
+        if c.inference and c.vmm is None and rows * wider <= 2**27:
+            scratch += up((rows + 1) * wider)
     slot = 0 if c.inference else c.max_moe_layers_per_activation_slot * layer
     chosen = 0
     if c.activation_slot_capacity_factor is not None:

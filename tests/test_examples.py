@@ -21,7 +21,12 @@ DISTRIBUTED = (
     "block_scaled_inference",
     "several_layers",
     "reopen",
+    "fsdp2",
+    "checkpoint",
+    "pipeline",
 )
+MESHES = DISTRIBUTED[-3:]  # on four ranks they have two EP groups
+HELPERS = ("common", "block")
 
 
 def run(*command: str) -> str:
@@ -33,12 +38,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def torchrun(name: str, *flags: str) -> str:
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}.py", *flags)
+def torchrun(name: str, *flags: str, W: int = 2) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={W}", f"examples/{name}.py", *flags)
 
 
 def test_every_example_says_how_to_run_it():
-    programs = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
+    programs = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in HELPERS)
     assert programs == sorted([*DISTRIBUTED, "plan_memory", "quantize"])
     for name in programs:
         text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
@@ -59,10 +64,21 @@ def test_on_two_cpu_processes(name):
     as_torchrun_does(2, _run_example, str(EXAMPLES / f"{name}.py"), "--cpu")
 
 
+@pytest.mark.parametrize("name", MESHES)
+def test_on_four_cpu_processes(name):
+    as_torchrun_does(4, _run_example, str(EXAMPLES / f"{name}.py"), "--cpu")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_on_two_gpus(name):
     assert torchrun(name)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", MESHES)
+def test_on_four_gpus(name):
+    assert torchrun(name, W=4)
 
 
 def test_plan_memory():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dist_moe
+from dist_moe.path_oracle import FORWARD_ONLY, forward_only, prepared
 from dist_moe.virtual import RankResults
 
 from .fault_cases import (
@@ -25,8 +26,8 @@ from .fault_cases import (
     join,
     overflow,
 )
-from .path_cases import assert_results_close, dense
-from .process_group import Died
+from .path_cases import Case, assert_results_close, dense
+from .process_group import Died, ranks
 from .rank_calls import NAMES, on_ranks, run_rank
 
 
@@ -112,6 +113,39 @@ def test_backward_raises_the_overflow_of_its_forward_and_leaves_the_accumulators
         assert_error(by_backward, dist_moe.RoutingOverflowError, f"factor of {W} would have fitted")
         # It came here by pickle, as it would from a worker of any launcher.
         assert (error.rank, error.needed_rows, error.available_rows, error.needed_factor) == attributes
+
+
+def _all_to_expert_0(rank, group, case, block_scaled):
+    """A forward at half of the balanced rows: of training in BF16, in MXFP8 of inference with prepared weights."""
+    inference = FORWARD_ONLY if block_scaled else {}
+    config = case.config(block_scaled=block_scaled, device_scratch_capacity_factor=0.5, **inference)
+    inputs = forward_only(case.inputs())
+    if block_scaled:
+        inputs = prepared(inputs, config, inference=True)
+    own = inputs[rank]
+    ids_TK = torch.where(torch.arange(case.K) > 0, -1, torch.zeros_like(own.ids_TK))
+    with join(group, config) as context:
+        out = dist_moe.routed_experts(own.x_TD, ids_TK, own.scores_TK, own.w13_L2FD, own.w2_LDF, context)
+        return is_nan(out), error_of(context.check), context.memory_plan.total_scratch_capacity_rows
+
+
+@pytest.mark.parametrize(
+    "case, block_scaled",
+    [
+        (Case("bf16", W=4, T=8, D=128, F=128, K=1, E=4), None),
+        (Case("mxfp8", W=4, T=512, D=256, F=256, K=1, E=4), dist_moe.BlockScaledConfig()),
+    ],
+    ids=str,
+)
+def test_an_overflow_says_what_a_log_is_searched_for(case, block_scaled):
+    """The words of dist-moe 0.1.0, whose process ended with them, on every rank."""
+    for broken, error, capacity in ranks(4).run(_all_to_expert_0, case, block_scaled):
+        assert broken and isinstance(error, dist_moe.RoutingOverflowError)
+        needed = case.W * case.T
+        assert (error.rank, error.needed_rows, error.available_rows) == (0, needed, capacity) and capacity < needed
+        assert "DistMoE scratch capacity exceeded" in str(error)
+        assert f"required_receive_rows: {needed}" in str(error)
+        assert f"total_scratch_capacity_rows: {capacity}" in str(error)
 
 
 # ---- faults of one rank

@@ -8,8 +8,9 @@ import pytest
 import torch
 from benchmarks import host_access
 
-from dist_moe import RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
+from dist_moe import BlockScaledConfig, RoutingOverflowError, VmmConfig, World, create_context, plan_memory, vmm
 from dist_moe.memory_stats import MemoryStats
+from dist_moe.path_oracle import FORWARD_ONLY, prepared
 from dist_moe.planner import row_pitches, scratch_bytes
 from dist_moe.shapes import KEPT_NAMES
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
@@ -119,6 +120,23 @@ def test_inference_scratch_lies_there_too():
             plan = c.memory_plan
     assert torch.equal(outs[0][0].out_TD, outs[1][0].out_TD) and torch.equal(outs[0][1].out_TD, outs[1][1].out_TD)
     assert plan.uses_host_scratch and plan == plan_memory(c.config, 2)
+
+
+@pytest.mark.parametrize("block_scaled", [BlockScaledConfig(), BlockScaledConfig("nvfp4")], ids=lambda how: how.format)
+def test_block_scaled_calls_reach_into_it(block_scaled):
+    """A training step of MXFP8, and a call of prepared weights of each format: the bits of what fits."""
+    case = Case("more rows than their padding", T=512, D=64, F=32, K=1, E=4, routing="one_rank", slot_factor=None)
+    for serves in (False, True)[block_scaled.format == "nvfp4" :]:
+        found = []
+        for changes in ({}, host_backed(case, 1 / 4)):
+            config = case.config(block_scaled=block_scaled, **changes | (FORWARD_ONLY if serves else {}))
+            inputs = prepared(case.inputs(), config, inference=True) if serves else case.inputs()
+            with poisoned(create_context(group=World.virtual(2), config=config, backend="reference")) as context:
+                found.append(run_virtual(2, config, inputs, context=context))
+                overflow = max(context.memory_stats(rank).host_overflow_peak_bytes for rank in range(2))
+                assert (overflow > 0) == bool(changes) == context.memory_plan.uses_host_scratch
+        assert_results_equal(*found)
+        assert found[0][0].out_TD.any()
 
 
 # On GPUs

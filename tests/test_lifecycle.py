@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import dist_moe
 from dist_moe import Context, create_context, plan_memory, routed_experts
@@ -300,6 +301,29 @@ def _many_contexts(rank, group, case):
     return _resident_bytes() - start, shared_memory_files(os.getpid())
 
 
+def _many_checkpoints(rank, group, case):
+    """Two layers, each under a checkpoint; growth of memory after the first third of 50 steps."""
+    with make(group, case, max_moe_layers_per_activation_slot=1) as context:
+        inputs, start = case.inputs()[rank], None
+        for step in range(50):
+            leaves = leaves_of(inputs, context.config)
+            for _ in range(2):
+                leaves["x_TD"] = checkpoint(forward, leaves.copy(), inputs.ids_TK, context, use_reentrant=False)
+            leaves["x_TD"].backward(inputs.grad_out_TD)
+            if step == 16:
+                gc.collect()
+                start = _resident_bytes()
+        context.check()
+        gc.collect()
+        return _resident_bytes() - start
+
+
+def test_50_checkpointed_steps_leave_nothing_behind():
+    """The inputs of the layers, kept of each step, would be 17 MB; without, it goes up and down by 5."""
+    for growth in on_ranks(2, _many_checkpoints, Case("many checkpoints", T=256, D=512, F=64, K=2, E=4)):
+        assert growth < 8 * 2**20, growth
+
+
 def test_two_threads_take_turns():
     case = replace(ONE, T=32)
     with make(case=case) as context:
@@ -334,7 +358,7 @@ def fake_group():
     """fake_group(W): rank 0 of a default group in which nobody else is."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    yield lambda W: dist.init_process_group("fake", rank=0, world_size=W, store=FakeStore())
+    yield lambda W, backend="fake": dist.init_process_group(backend, rank=0, world_size=W, store=FakeStore())
     dist.destroy_process_group()
 
 
@@ -360,6 +384,28 @@ def test_the_fake_backend_with_more_builds_what_a_real_rank_does(W, fake_group):
         context.reset()
         assert time.monotonic() - start < 10  # nobody is waited for
         assert out.shape == (4, 32) and leaves["w13_L2FD"].grad.shape == (8 // W, 64, 32)
+
+
+@pytest.mark.parametrize("block_scaled", [None, dist_moe.BlockScaledConfig()], ids=["bf16", "mxfp8"])
+def test_a_fake_pair_has_the_plan_of_a_pair(block_scaled, fake_group):
+    fake_group(2)
+    config = dist_moe.Config(128, 128, 128, 2, 4, 2, block_scaled=block_scaled)
+    with create_context(group=None, config=config, device="cpu", backend="reference") as context:
+        assert context.memory_plan == plan_memory(config, 2)
+        assert context.activation_buffer.numel() == context.memory_plan.total_device_buffer_bytes
+
+
+def test_peers_are_emulated_under_any_backend_that_is_told_so(fake_group):
+    from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+
+    if "custom_fake" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("custom_fake", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
+    fake_group(2, "custom_fake")
+    with create_context(group=None, config=TWO.config(), device="cpu", emulate_peer_buffers=True) as context:
+        assert context.world.emulated and context.memory_plan == plan_memory(TWO.config(), 2)
+        for region in context.buffers.values():
+            own = region.own.data_ptr()
+            assert region.table_W.tolist() == [own, own]
 
 
 def test_emulated_peers_by_name(fake_group):

@@ -1,5 +1,6 @@
 """The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
 
+import functools
 import inspect
 import os
 from dataclasses import replace
@@ -9,16 +10,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import BlockScaledConfig, create_context, reference, testing
+from dist_moe import BlockScaledConfig, create_context, testing
 from dist_moe.path_oracle import on_device
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
-from dist_moe.registry import OPS
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
 
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of
 
 BACKENDS = ("reference", "triton")
+MXFP8 = BlockScaledConfig()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -218,22 +219,51 @@ def test_inference_context_equals_training_context(K, E, backend):
     assert all(torch.equal(a.out_TD, b.out_TD) for a, b in zip(*results, strict=True))
 
 
-def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(backend):
+@pytest.mark.parametrize(
+    "block_scaled, sms_backend",
+    [(None, "reference"), (None, "triton"), (MXFP8, "reference"), pytest.param(MXFP8, "triton", marks=pytest.mark.gpu)],
+    ids=["bf16-reference", "bf16-triton", "mxfp8-reference", "mxfp8-triton"],
+)
+def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block_scaled, sms_backend):
     """Saved and recomputed, so that every op of the path runs."""
+    backend, products = sms_backend, {"dispatch", "swiglu", "grouped_gemm_wgrad"}
+    if block_scaled is not None:
+        products = {"quantize_received", "swiglu_quantize", "grouped_gemm_scaled_wgrad"}
     for slot_factor in (1.0, None):
         case = Case("one program", K=4, E=8, slot_factor=slot_factor)
-        wanted = run(case.config(), case.inputs(), backend)
-        with create_context(
-            group=World.virtual(2, device_of(backend)), config=case.config(num_sms=1), backend=backend
-        ) as context:
+        config = case.config(num_sms=1, block_scaled=block_scaled)
+        wanted = run(case.config(block_scaled=block_scaled), case.inputs(), backend)
+        with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
             seen = {}
-            for op in OPS:
-                if "num_sms" in inspect.signature(getattr(reference, op)).parameters:
-                    setattr(context.path.ops, op, recording(seen, op, getattr(context.path.ops, op)))
-            limited = run(case.config(num_sms=1), case.inputs(), backend, context)
+            for op, function in ops_taking("num_sms", context):
+                setattr(context.path.ops, op, recording(seen, op, function))
+            limited = run(config, case.inputs(), backend, context)
         assert_results_equal(limited, wanted)
-        assert {"dispatch", "copy_x", "reduce", "combine", "grouped_gemm_wgrad"} <= seen.keys()
+        assert {"copy_x", "reduce", "combine"} | products <= seen.keys()
         assert set(seen.values()) == {(1,)}
+
+
+def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
+    preset = "1cta1mma_bm64_bn128"
+    case = Case("preset", K=4, E=8, T=20)
+    config = case.config(bf16_grouped_gemm_preset=preset)
+    with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
+        seen = set()
+        for op, function in ops_taking("preset", context):
+            setattr(context.path.ops, op, functools.partial(with_preset, seen, op, function))
+        assert_results_close(run(config, case.inputs(), backend, context), dense(case, case.inputs()))
+    assert seen == {("grouped_gemm", preset), ("grouped_gemm_dgrad", preset)}
+
+
+def with_preset(seen: set, op: str, function, *args, preset=None, **options):
+    seen.add((op, preset))
+    return function(*args, preset=preset, **options)
+
+
+def ops_taking(parameter: str, context) -> list[tuple]:
+    """The ops of the path that have this parameter, and what runs them."""
+    found = [(op, function) for op, function in vars(context.path.ops).items() if callable(function)]
+    return [(op, function) for op, function in found if parameter in inspect.signature(function).parameters]
 
 
 def recording(seen: dict, op: str, function):

@@ -10,6 +10,7 @@ from dist_moe import (
     BlockScaledConfig,
     RoutingOverflowError,
     create_context,
+    registry,
     routed_experts,
     testing,
 )
@@ -32,7 +33,7 @@ from .rank_calls import on_ranks, run_rank
 from .test_path import BACKENDS, device_of, run
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
-NARROW = Case("two ranks with outputs in passes", T=5, D=160, F=32, K=2, E=4)  # of inference
+NARROW = Case("two ranks with wide outputs", T=5, D=160, F=32, K=2, E=4)  # D > 2 F, of inference
 STAGED = Case("two ranks de-duplicated in two passes", T=6, D=160, F=64, K=3, E=4)
 NOTES = (
     "one rank",
@@ -51,6 +52,7 @@ NOTES = (
     "rows past a tile border",
 )
 SCALED_CASES = (*(case for case in CASES if case.note in NOTES), NARROW, STAGED)
+EXPANDED_NOTES = (NARROW.note, STAGED.note, "three ranks six experts K three", "some slots without expert")
 INTERPRETED = ("one token", STAGED.note)  # of the kernels, on a machine without a GPU
 
 on_both = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -86,7 +88,6 @@ def expanded(request, monkeypatch) -> bool:
 
 
 def test_the_staged_case_goes_in_two_passes():
-    assert output_columns(config_of(NARROW, **FORWARD_ONLY)) == 64 < NARROW.D
     for expanded in (False, True):
         assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED), expanded=expanded) < STAGED.D
 
@@ -119,6 +120,32 @@ def test_inference_against_the_layer_with_quantised_operands(case, block_scaled,
     results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
     expected = dense_scaled(case, inputs, by_name(block_scaled.format), training=False)
     assert_close_to_scaled(results, expected, backend)
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("case", [case for case in SCALED_CASES if case.note in EXPANDED_NOTES], ids=str)
+def test_inference_with_expanded_rows_has_the_same_bits(case, block_scaled, monkeypatch):
+    """Exact operands: the oracle's product, in FP64, does not see the difference."""
+    config, inputs = config_of(case, block_scaled, **FORWARD_ONLY), case.inputs()
+    ready = prepared(inputs, config, inference=True)
+    expected = run(config, ready, "reference")
+    impls = [replace(impl, expanded=impl.op == "grouped_gemm_scaled") for impl in registry.IMPLS]
+    monkeypatch.setattr(registry, "IMPLS", impls)
+    assert plan_memory(config, case.W, device="cpu", backend="reference").expanded
+    assert_results_equal(run(config, ready, "reference"), expected)
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
+@on_both
+def test_wide_outputs_in_passes_have_the_bits_of_one_pass(backend, block_scaled, monkeypatch):
+    """A large Context has no scratch for all columns of h3: W2 and the push take three passes over 64 of the 160."""
+    config = config_of(NARROW, block_scaled, **FORWARD_ONLY)
+    inputs = prepared(NARROW.inputs(), config, inference=True, device=device_of(backend))
+    in_one = run(config, inputs, backend)
+    assert output_columns(config, plan_memory(config, NARROW.W).total_scratch_capacity_rows) == NARROW.D
+    monkeypatch.setattr("dist_moe.planner.ONE_PASS_BYTES", 0)
+    assert output_columns(config, 128) == 64
+    assert_results_equal(run(config, inputs, backend), in_one)
 
 
 @on_both

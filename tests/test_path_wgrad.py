@@ -179,18 +179,19 @@ def test_a_destination_that_one_rank_refuses_ends_the_step_of_all_and_nothing_is
     assert clean_0 and clean_1
 
 
-def _dtensors(rank, group, case):
-    """A step that autograd attaches and one that adds, of views of the local shards of bf16 owners; by weight both."""
+def _dtensors(rank, group, case, dtype):
+    """A step that autograd attaches and one that adds, of views or casts of the owners' shards; by weight both."""
     with create_context(group=group, config=case.config(), device="cpu", backend="reference") as context:
         mesh = DeviceMesh.from_group(group, "cpu")
         shard = lambda tensor: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)  # noqa: E731
         inputs, hooks = case.inputs()[rank], []
-        owners = [torch.nn.Parameter(shard(getattr(inputs, name))) for name in NAMES]
+        owners = [torch.nn.Parameter(shard(getattr(inputs, name).to(dtype))) for name in NAMES]
         for owner in owners:
             owner.grad_dtype = None
             owner.register_post_accumulate_grad_hook(lambda p: hooks.append(1))
         options = ExecutionOptions(inplace_wgrad_accum=True, wgrad_parameter_owners=tuple(owners))
-        step = lambda: _step(inputs, context, options, *[owner.to_local().flatten(0, 1) for owner in owners])  # noqa: E731
+        local = lambda owner: owner.to_local().flatten(0, 1) if dtype is torch.bfloat16 else owner.to_local().bfloat16()  # noqa: E731
+        step = lambda: _step(inputs, context, options, *map(local, owners))  # noqa: E731
         step()
         first = [owner.grad.to_local().clone() for owner in owners]
         sums = [seeded(grad.shape, seed, torch.float32) for seed, grad in enumerate(first)]
@@ -203,8 +204,9 @@ def _dtensors(rank, group, case):
         return first, [grad - old for grad, old in zip(sums, before, strict=True)]
 
 
-def test_fp32_gradients_of_sharded_bf16_owners_take_the_local_sum():
-    for first, added in on_ranks(2, _dtensors, PAIR):
-        for bf16, fp32 in zip(first, added, strict=True):
-            assert bf16.dtype is torch.bfloat16 and bf16.any()
-            torch.testing.assert_close(fp32, bf16.float(), rtol=2**-8, atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp32_gradients_of_sharded_owners_take_the_local_sum(dtype):
+    for first, added in on_ranks(2, _dtensors, PAIR, dtype):
+        for attached, fp32 in zip(first, added, strict=True):
+            assert attached.dtype is dtype and attached.any()
+            torch.testing.assert_close(fp32, attached.float(), rtol=2**-8, atol=1e-6)

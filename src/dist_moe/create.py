@@ -237,8 +237,11 @@ def _local_rank(
     widths, format, values = {D, F, 2 * F}, None, {}
     if config.block_scaled is not None:
         format = by_name(config.block_scaled.format)
-        staged = stage_columns(config, expanded=plan.expanded)
-        widths |= {width for width in (staged, output_columns(config)) if width}
+        columns = (
+            stage_columns(config, expanded=plan.expanded),
+            output_columns(config, plan.total_scratch_capacity_rows),
+        )
+        widths |= {width for width in columns if width}
         expands_rows = plan.expanded and config.inference
         dtype = format.expanded_dtype if expands_rows else format.value_dtype
         values = {C: rows(buffer, row_pitch(format, C, expands_rows)).view(dtype) for C in (D, F, 2 * F)}

@@ -96,8 +96,9 @@ def from_fault_record(
     if code == shapes.FAULT_OVERFLOW:
         factor = math.ceil((a - padding_rows) / max(balanced_rows, 1) * 1e4) / 1e4  # rounded up: it has to hold
         return RoutingOverflowError(
-            f"routing overflow: rank {rank} needs {a} rows, {b} are available (needed and available rows are those of "
-            f"one rank); a capacity factor of {factor:.10g} would have fitted (device_scratch_capacity_factor, or "
+            f"DistMoE scratch capacity exceeded: rank {rank} needs {a} rows, {b} are available (needed and available "
+            f"rows are those of one rank; required_receive_rows: {a}, total_scratch_capacity_rows: {b}); a capacity "
+            f"factor of {factor:.10g} would have fitted (device_scratch_capacity_factor, or "
             "VmmConfig.total_scratch_capacity_factor with scratch on the host)",
             rank=rank,
             needed_rows=a,

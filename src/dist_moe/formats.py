@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import BlockScaledFormat
+from .config import DIM_MULTIPLE, BlockScaledFormat
 from .shapes import align
 
 ROW_ALIGNMENT = 128  # rows; of an expert's first row in block-scaled modes, so that no block or atom holds two experts
@@ -116,6 +116,13 @@ def expanded_order(format: Format) -> list[int]:
         return [4 * (8 * a + 2 * b + c) + d + 2 * e for b, c, d, a, e in places]
     places = itertools.product(range(2), range(2), range(2), range(4), range(4), range(2))
     return [8 * (8 * a + 4 * h + 2 * b + c) + d + 4 * e for h, b, c, d, a, e in places]  # 128 h + 64 b + 32 c + ...
+
+
+def packed_row_width(format: Format, num_bytes: int) -> int | None:
+    """How many values a wire row of so many bytes holds, a multiple of 32; None where no row is so long."""
+    most = num_bytes * format.values_per_byte // DIM_MULTIPLE * DIM_MULTIPLE
+    widths = range(most, 0, -DIM_MULTIPLE)
+    return next((width for width in widths if packed_row_bytes(format, width) == num_bytes), None)
 
 
 def packed_row_bytes(format: Format, width: int) -> int:

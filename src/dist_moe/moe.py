@@ -3,7 +3,7 @@
 A stage runs for all local ranks before the next stage begins: a process group has one local rank, a virtual World all
 of them. What crosses ranks, and why it is safe:
 
-    forward   publish -> PUBLISHED -> verify, route -> experts (pull x, W13, SwiGLU, W2, push) -> COMBINED -> reduce
+    forward   publish -> PUBLISHED -> route, verifying -> experts (pull x, W13, SwiGLU, W2, push) -> COMBINED -> reduce
     backward  publish -> PUBLISHED -> verify -> experts (pull dy, dgrads and wgrads, push dx and dscore)
                       -> COMBINED -> reduce
 
@@ -176,7 +176,7 @@ def _words(place: Tensor) -> tuple[Tensor, ...]:
 
 
 def _new_place(path: Path, r: LocalRank) -> Tensor:
-    return torch.zeros(path.geometry.place_words, dtype=torch.int64, device=r.buffer.device)
+    return torch.empty(path.geometry.place_words, dtype=torch.int64, device=r.buffer.device)
 
 
 def row_floats(path: Path, r: LocalRank) -> Tensor:
@@ -279,7 +279,6 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, packed=packed)
     exchange(path, ranks, shapes.PUBLISHED)
     for r, c in both:
-        ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
         c.plan = ops.route(
             ids=r.ids,
             header=r.header,

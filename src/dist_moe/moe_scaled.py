@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def _rows(path: Path, r: LocalRank, words: tuple[Tensor, ...], word: int, width: int) -> Bundle:
     outer = (r.outer_inv, words[shapes.PLACE_OUTER]) if path.format.two_level else ()
-    return Bundle(r.values[width], words[word], r.scales, words[shapes.PLACE_ROW_SCALES], *outer)
+    scales = (None, None) if path.geometry.expands_rows else (r.scales, words[shapes.PLACE_ROW_SCALES])
+    return Bundle(r.values[width], words[word], *scales, *outer)
 
 
 def _columns(path: Path, r: LocalRank, words: tuple[Tensor, ...], word: int, width: int) -> Bundle:

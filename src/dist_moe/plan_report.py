@@ -33,7 +33,7 @@ PURPOSES = {
     "signals": "flags of the peers",
     "abort_text": "why this rank gave up a call",
     "x": "received rows",
-    "h1": "output of W13, in backward its gradient",
+    "h1": "output of W13, in backward its gradient; also output of W2 in block-scaled inference",
     "h2": "output of SwiGLU, in backward its gradient",
     "h3": "output of W2, in backward dy, then gradients of x",
     "g2": "in backward the gradient of SwiGLU's output",

@@ -33,8 +33,8 @@ value, no scales but for the outer ones. Those are the rows of inference and the
     column dy          2 D                yes                             no                   no
     column h2, g1      2 F, 4 F           yes, h2 over g2                 no                   no
 The route outputs h3 and the x-gradient rows, 2 D a row, lie over the columns of x and dy, expanded over those of dy
-alone, which neither a forward nor the last GEMM of a backward reads in scratch. In inference h3 lies over h1, in passes
-over columns: see output_columns.
+alone, which neither a forward nor the last GEMM of a backward reads in scratch. In inference h3 lies over h1: see
+output_columns.
 De-duplicated rows of x and dy are quantised from BF16 ones that lie over g2 and the columns of h2 and g1, which are
 not there yet, in passes over as many columns as these hold: see stage_columns. Where a row of g2 is one block, the
 columns of g1 are written over it; expanded, those of h2 always are, element for element.
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 128  # bytes; slots and what a layer saves in them
 MOST_PASSES = 4  # over columns of rows that are quantised after a de-duplicated pull
+ONE_PASS_BYTES = 2**27  # of h3 beyond h1, at most, for W2 and the push to come in one pass
 DEDUP_MIN_ROUTES = (3, 2)  # as a fraction: mean routes of an arriving (token, rank) pair from which de-duplication pays
 
 
@@ -117,7 +118,8 @@ def _whole(num_bytes: int) -> int:
 
 def _block_scaled_scratch_regions(config: Config, rows: int, expanded: bool) -> dict[str, int]:
     D, F = config.hidden_dim, config.intermediate_dim
-    regions = {"h1": _region_bytes(rows, 4 * F)}
+    h1_pitch = max(4 * F, 2 * output_columns(config, rows)) if config.inference else 4 * F  # h3 lies over it
+    regions = {"h1": align(_region_bytes(rows, h1_pitch), SLOT_ALIGNMENT)}
     widest = max(D, F if config.inference else 2 * F)
     operands = _row_bundle_bytes(config, rows, widest, expanded and config.inference)
     if not config.inference:
@@ -128,11 +130,17 @@ def _block_scaled_scratch_regions(config: Config, rows: int, expanded: bool) -> 
     return regions | {"operands": _whole(named + operands) - named}
 
 
-def output_columns(config: Config) -> int:
-    """Columns of h3 that W2 makes before they are pushed: all, but in block-scaled inference at most h1's 2 F, of which
-    those that fill atoms of W2's scales, or the half of one that F = 32 gives."""
+def output_columns(config: Config, rows: int) -> int:
+    """Columns of h3 that W2 makes before they are pushed, in a Context for this many rows.
+
+    All, but in block-scaled inference, where h3 lies over h1, those that do not reach beyond h1's 2 F, unless all of
+    them need no more than ONE_PASS_BYTES beyond it: a pass more is two launches, and few rows make short ones. Of h1's
+    columns those that fill atoms of W2's scales, or the half of one that F = 32 gives.
+    """
     D, F, atom = config.hidden_dim, config.intermediate_dim, SCALE_ATOM[0]
     if config.block_scaled is None or not config.inference or D <= 2 * F:
+        return D
+    if config.vmm is None and 2 * rows * (D - 2 * F) <= ONE_PASS_BYTES:
         return D
     return 2 * F // atom * atom or 2 * F
 
@@ -221,7 +229,7 @@ def slot_geometry(config: Config, ep_size: int, plan: MemoryPlan) -> shapes.Geom
         training=not config.inference,
         format=None if config.block_scaled is None else _format(config),
         stage_columns=stage_columns(config, expanded=plan.expanded),
-        output_columns=output_columns(config),
+        output_columns=output_columns(config, plan.total_scratch_capacity_rows),
         expanded=plan.expanded,
     )
 

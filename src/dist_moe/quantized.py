@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .config import DIM_MULTIPLE
-from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, packed_row_bytes, padded_scales
+from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, packed_row_bytes, packed_row_width, padded_scales
+from .shapes import align
 
 
 class Quantized(NamedTuple):
@@ -265,9 +266,24 @@ def _check_window(op: str, out: Tensor, all_columns: int, columns: tuple[int, in
 
 
 def check_scaled_rows(
-    op: str, a: Bundle, w_values, w_scales, out, row_start_P, num_rows_L, *, format, dgrad, w_outer_inv, columns
+    op: str,
+    a: Bundle,
+    w_values,
+    w_scales,
+    out,
+    row_start_P,
+    num_rows_L,
+    *,
+    format,
+    dgrad,
+    w_outer_inv,
+    columns,
+    expanded: bool | None = False,
 ) -> tuple[int, int, int, int, int]:
-    """Check the arguments of grouped_gemm_scaled and its dgrad; L, N, K, first column and width of the result."""
+    """Check the arguments of grouped_gemm_scaled and its dgrad; L, N, K, first column and width of the result.
+
+    expanded: whether the rows have to be; None: as they are.
+    """
     if dgrad:
         _check_one_byte(op, format)
     V = format.values_per_byte
@@ -277,7 +293,10 @@ def check_scaled_rows(
         raise ValueError(f"{op}: w_values_LNK must be {wanted}, got {w_values.dtype} {list(w_values.shape)}")
     L, N, K = w_values.shape[0], w_values.shape[1], w_values.shape[2] * V
     contraction, all_columns = (N, K) if dgrad else (K, N)
-    check_bundle(op, "dy" if dgrad else "a", a, format, contraction)
+    may_be = None if dgrad or expanded is False else align(contraction, format.expanded_group)
+    check_bundle(op, "dy" if dgrad else "a", a, format, contraction, expanded_width=may_be)
+    if expanded and not a.expanded:
+        raise ValueError(f"{op}: rows must be expanded, {format.expanded_dtype}, got {a.values.dtype}")
     rows, cols = padded_scales(all_columns, contraction // format.block)
     fits = w_scales.shape == (L * rows, cols) and w_scales.is_contiguous()
     if w_scales.dtype != format.scale_dtype or not fits:
@@ -341,7 +360,9 @@ def check_staged(op: str, staged: Tensor, window: tuple[int, int], width: int) -
 def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> int:
     """Packed rows uint8 [1, T_max, B] and the bundle they go to; the number of values in a row."""
     width = rows.values.shape[-1] * format.values_per_byte
-    check_bundle(op, "rows", rows, format, width)
+    if rows.expanded:
+        width = packed_row_width(format, tokens.shape[-1]) or rows.values.shape[-1]
+    check_bundle(op, "rows", rows, format, width, expanded_width=align(width, format.expanded_group))
     num_bytes = packed_row_bytes(format, width)
     if tokens.dtype != torch.uint8 or tokens.dim() != 3 or tokens.shape[2] != num_bytes:
         wanted = f"uint8 [1, T_max, {num_bytes}] for rows of {width} values in {format.name}"
@@ -352,7 +373,7 @@ def check_wire_rows(op: str, tokens: Tensor, rows: Bundle, format: Format) -> in
 def check_swiglu_quantize(op: str, h1_X2F: Tensor, format: Format, rows: Bundle, row_start_P, num_rows_L) -> int:
     """Check the arguments of swiglu_quantize; F."""
     F = _half_width(op, h1_X2F)
-    check_bundle(op, "rows", rows, format, F)
+    check_bundle(op, "rows", rows, format, F, expanded_width=align(F, format.expanded_group))
     _check_tables(op, row_start_P, num_rows_L, len(num_rows_L))
     return F
 

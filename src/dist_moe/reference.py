@@ -173,8 +173,10 @@ def verify(*, header, num_tokens_max, rank, fault_F):
 def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fault_F) -> RoutePlan:
     """From all ranks' ids to this rank's row maps; an invalid id or an overflow anywhere is the fault of all ranks.
 
-    Every local expert begins at a multiple of row_alignment; one without rows takes none.
+    Headers that differ come before either: see verify. Every local expert begins at a multiple of row_alignment; one
+    without rows takes none.
     """
+    verify(header=header, num_tokens_max=ids.own.shape[0], rank=rank, fault_F=fault_F)
     W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
     L = num_experts // W
     i32 = {"dtype": torch.int32, "device": device}

@@ -31,6 +31,7 @@ from .formats import (
     SCALE_ATOM,
     WEIGHT_EPS,
     Format,
+    expanded_order,
     packed_row_parts,
     padded_scales,
 )
@@ -347,6 +348,21 @@ def dequantize_rows(rows: Quantized, *, format: Format, blocked: bool = False) -
     scales = from_blocked(scales, R, C // format.block)[0] if blocked else scales
     v = v * scale_values(scales, format).repeat_interleave(format.block, dim=1)
     return v if rows.outer_inv_R is None else v * rows.outer_inv_R[:, None]
+
+
+def expand_rows(rows: Quantized, format: Format) -> Tensor:
+    """[R, align(C, group)] in 16 bits of rows with scales in natural order, as quantized.Bundle has them."""
+    v = dequantize_rows(rows._replace(outer_inv_R=None), format=format)
+    group = format.expanded_group
+    v = torch.nn.functional.pad(v, (0, -v.shape[1] % group)).unflatten(1, (-1, group))
+    return v[:, :, expanded_order(format)].flatten(1).to(format.expanded_dtype)
+
+
+def gather_rows(values_RC: Tensor, width: int, format: Format) -> Tensor:
+    """The `width` columns of expanded rows in their natural order."""
+    group = format.expanded_group
+    places = torch.tensor(expanded_order(format)).argsort().to(values_RC.device)
+    return values_RC.unflatten(1, (-1, group))[:, :, places].flatten(1)[:, :width]
 
 
 def dequantize_columns(

@@ -6,7 +6,14 @@ from torch import Tensor
 from . import shapes
 from .formats import SCALE_ATOM, Format
 from .quantized import Bundle, Quantized
-from .reference_formats import dequantize_columns, from_blocked, quantize_columns, quantize_rows, to_blocked
+from .reference_formats import (
+    dequantize_columns,
+    expand_rows,
+    from_blocked,
+    quantize_columns,
+    quantize_rows,
+    to_blocked,
+)
 from .shapes import align
 
 
@@ -43,8 +50,13 @@ def _scale_matrix(bundle: Bundle, num_rows: int, num_cols: int) -> Tensor:
 def put_quantized(bundle: Bundle, found: Quantized, real_R: Tensor, format: Format, first: int = 0) -> None:
     """Real rows of `found`, scales in natural order, into a bundle from column `first` on; others stay as they are.
 
-    Columns of scales that only fill an atom become 0.
+    Columns of scales that only fill an atom become 0. An expanded bundle takes whole rows.
     """
+    if bundle.expanded:
+        start, real = int(bundle.start_1[0]), real_R.nonzero().flatten()
+        bundle.values[start + real] = expand_rows(found, format)[real]
+        _put_outer(bundle, found, real, format)
+        return
     values, real = bundle.values.view(torch.uint8), real_R.nonzero().flatten()
     (R, C), S, atom = found.values.shape, found.scales.shape[1], SCALE_ATOM[1]
     byte, s = first // format.values_per_byte, first // format.block
@@ -54,6 +66,10 @@ def put_quantized(bundle: Bundle, found: Quantized, real_R: Tensor, format: Form
     natural[real, s : align(s + S, atom)] = 0
     natural[real, s : s + S] = found.scales.view(torch.uint8)[real]
     matrix.copy_(to_blocked(natural[None]))
+    _put_outer(bundle, found, real, format)
+
+
+def _put_outer(bundle: Bundle, found: Quantized, real: Tensor, format: Format) -> None:
     if format.two_level:
         bundle.outer_inv[int(bundle.outer_inv_start_1[0]) + real] = found.outer_inv_R[real]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .formats import ROW_ALIGNMENT, Format, padded_scales
 from .quantized import Bundle, check_scaled_rows, check_scaled_wgrad
-from .reference_formats import decode, from_blocked, scale_values, unpack_codes
+from .reference_formats import decode, from_blocked, gather_rows, scale_values, unpack_codes
 from .reference_swiglu import swiglu_quantize
 from .shapes import cdiv
 
@@ -33,8 +33,11 @@ def _scale_bytes(bundle: Bundle, first_row: int, num_rows: int, cols: int) -> Te
 
 
 def rows_operand(bundle: Bundle, rows: slice, format: Format) -> Tensor:
-    """FP64 [rows, C] of an operand with blocks along its rows."""
+    """FP64 [rows, C] of an operand with blocks along its rows; expanded, C holds whole groups."""
     R, start = rows.stop - rows.start, int(bundle.start_1[0])
+    if bundle.expanded:
+        values = bundle.values[start + rows.start : start + rows.stop]
+        return gather_rows(values, values.shape[1], format).double()
     codes = unpack_codes(bundle.values[start + rows.start : start + rows.stop], format)
     S = codes.shape[1] // format.block
     blocked = _scale_bytes(bundle, rows.start, *padded_scales(R, S))
@@ -58,7 +61,7 @@ def _scaled_rows(
     dgrad = op == "grouped_gemm_scaled_dgrad"
     L, N, K, first, width = check_scaled_rows(
         op, a, w, w_scales, out, row_start_P, num_rows_L, format=format, dgrad=dgrad, w_outer_inv=w_outer_inv,
-        columns=columns,
+        columns=columns, expanded=None,
     )  # fmt: skip
     if int(stop_1[0]) != 0:
         return
@@ -68,7 +71,7 @@ def _scaled_rows(
     for e, rows in _segments(row_start_P, num_rows_L):
         codes = unpack_codes(w[e], format)
         weight = _exact((codes.T if dgrad else codes)[window], scales_LWS[e, window], format)
-        acc = (rows_operand(a, rows, format) @ weight.T).float()
+        acc = (rows_operand(a, rows, format)[:, : weight.shape[1]] @ weight.T).float()
         if format.two_level:
             outer_start = int(a.outer_inv_start_1[0])
             acc = acc * a.outer_inv[outer_start + rows.start : outer_start + rows.stop, None] * w_outer_inv[e]

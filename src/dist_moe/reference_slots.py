@@ -43,6 +43,14 @@ def _choose_kept(used_W: Tensor, rank_rows_W: Tensor, g: Geometry, still_to_come
     return shapes.KEEPS_H1 if fits(x_h1, g.x_bytes) else shapes.KEEPS_X
 
 
+def _begin_place(place: Tensor, g: Geometry) -> None:
+    """A record that keeps nothing and skips everything, 0 in all other words."""
+    place.zero_()
+    place[shapes.PLACE_SKIP_X] = place[shapes.PLACE_SKIP_H1] = 1
+    if g.format is not None:
+        place[shapes.PLACE_SKIP_COLUMNS] = 1
+
+
 def _place_scratch(place: Tensor, g: Geometry, rows: int, kept: int) -> int:
     """What is not in the slot, down from the end of the buffer, each at a multiple of its pitch; the bytes it takes."""
     if g.format is not None:
@@ -158,9 +166,7 @@ def plan_forward(
     A layer keeps what on no rank pushes the slot's remaining layers out of it: see _choose_kept.
     """
     g, rows, kept = geometry, int(rank_rows_W[rank]), shapes.KEEPS_X
-    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = shapes.KEEPS_X, 1, 1
-    if g.format is not None:
-        place[shapes.PLACE_SKIP_COLUMNS] = 1
+    _begin_place(place, g)
     if int(fault_F[0]):
         return
     if save:
@@ -224,10 +230,10 @@ def plan_backward(
 ):
     """Give a layer's room in its slot back, say where backward finds and makes its rows, and put into the header which
     forward it belongs to."""
-    place[shapes.PLACE_KEPT], place[shapes.PLACE_SKIP_X], place[shapes.PLACE_SKIP_H1] = shapes.KEEPS_X, 1, 1
+    g, rows = geometry, int(rank_rows_W[rank])
+    _begin_place(place, g)
     if int(fault_F[0]):
         return
-    g, rows = geometry, int(rank_rows_W[rank])
     kept, slot, layer, epoch = saved_place[: shapes.PLACE_EPOCH + 1].tolist()
     newest = int(slot_layers_N[slot]) - 1
     if layer != newest or epoch != int(call_1[0]) >> shapes.EPOCH_SHIFT:

@@ -16,6 +16,7 @@ from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
 from .memory_plan import format_bytes
 from .planner import dedup, missing_route_bytes, output_columns, plan_memory
+from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
@@ -94,11 +95,19 @@ def needs_hopper_and(format: Format) -> Callable[[Call], str | None]:
     return refuses
 
 
+def needs_hopper_to_serve(call: Call) -> str | None:
+    """Of a product whose rows are expanded, as they are in inference alone."""
+    if problem := needs_hopper(call) or _not_written_for(call.config, MXFP8_E4M3, NVFP4):
+        return problem
+    return None if call.config.inference else "rows of training are codes and scales"
+
+
 def _not_written_for(config: Config | None, *formats: Format) -> str | None:
     names = [format.name for format in formats]
     if config is None or config.block_scaled is None or config.block_scaled.format not in names:
         return f"written for {' and '.join(names)}"
-    if output_columns(config) % SCALE_ATOM[0] and output_columns(config) != config.hidden_dim:
+    columns = output_columns(config, MAX_ROUTES)  # of a large Context; a small one takes them in one pass
+    if columns % SCALE_ATOM[0] and columns != config.hidden_dim:
         return f"written for outputs in windows of whole {SCALE_ATOM[0]} columns"
     return None
 
@@ -178,11 +187,17 @@ FUSED_OP = "grouped_gemm_scaled_swiglu"  # of the cute backend alone: W13 with S
 _NOT_EXECUTED = "compiled and emulated, not executed on hardware"
 IMPLS = (
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
+    Impl(
+        "grouped_gemm_scaled",
+        "gluon",
+        "dist_moe.kernels_triton.expanded_hopper:grouped_gemm_scaled",
+        needs_hopper_to_serve,
+        expanded=True,
+    ),
     *(
         Impl(op, "gluon", f"dist_moe.kernels_triton.{file}:{op}", needs_hopper_and(format))
         for op, file, format in (
             ("grouped_gemm_scaled", "scaled_hopper", MXFP8_E4M3),
-            ("grouped_gemm_scaled", "scaled_fp4_hopper", NVFP4),
             ("grouped_gemm_scaled_dgrad", "scaled_hopper", MXFP8_E4M3),
         )
     ),

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from tests.path_cases import Case, assert_results_close, dense
-from tests.rank_calls import forward, leaves_of, on_ranks, results_of
+from tests.rank_calls import forward, leaves_of, memory_of, on_ranks, results_of
 from torch.utils.checkpoint import checkpoint
 
 from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, routed_experts
@@ -408,6 +408,15 @@ def test_ops_mutate_nothing_and_return_nothing_of_their_arguments():
         schema = op._schema if op is ops.bf16_forward else op._opoverload._schema
         assert not schema.is_mutable
         assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
+
+
+def test_nothing_that_ops_return_lies_in_the_contexts_memory(context):
+    with torch.no_grad():
+        out, *state = ops.bf16_forward(*op_arguments(context, True))
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        grads = ops.bf16_backward(torch.randn(T, D).bfloat16(), *given)
+    places = [t.untyped_storage().data_ptr() for t in (out, *state, *grads) if t.numel()]
+    assert len(places) == len(set(places)) > 5 and not memory_of(context) & set(places)
 
 
 def test_fakes_have_the_shapes_of_the_real_thing(fast):

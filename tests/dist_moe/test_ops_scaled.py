@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tests.rank_calls import memory_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -118,6 +119,29 @@ def test_a_step_changes_the_weights_and_prepared_ones_are_refilled(context):
         assert torch.equal(after, routed_experts(**fields, context=context)) and not torch.equal(after, before)
 
 
+def test_evaluation_before_between_and_after(context):
+    """The training step has the bits it has alone, and evaluation those of training, in whatever order they come."""
+    want, outs = grads(inputs(True), context), []
+
+    def evaluate():
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                outs.append(routed_experts(**inputs(), context=context))
+                routed_experts(**inputs() | {"x_TD": torch.randn(T, D).bfloat16()}, context=context)
+
+    fields = inputs(True)
+    evaluate()
+    out = routed_experts(**fields, context=context)
+    evaluate()
+    out.float().square().sum().backward()
+    evaluate()
+    context.check()
+    found = [out.detach(), *(value.grad for value in fields.values() if value.grad is not None)]
+    assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
+    assert all(torch.equal(one, want[0]) and not one.requires_grad for one in outs)
+    assert not context.ranks[0].slot_used_NW.any()
+
+
 def test_tiles_are_chosen_by_rows_without_padding(context):
     assert context.path.rows_per_expert == T * K // E < context.path.capacity_rows // E
 
@@ -199,6 +223,15 @@ def test_ops_mutate_nothing_and_return_nothing_of_their_arguments(context):
         assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
 
 
+def test_nothing_that_ops_return_lies_in_the_contexts_memory(context):
+    with torch.no_grad():
+        out, *state = torch.ops.dist_moe.block_scaled_forward(*op_arguments(context, True))
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        grads = torch.ops.dist_moe.block_scaled_backward(torch.randn(T, D).bfloat16(), *given)
+    places = {t.untyped_storage().data_ptr() for t in (out, *state, *grads) if t.numel()}
+    assert len(places) > 5 and not memory_of(context) & places
+
+
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("ready", [False, True], ids=["dynamic", "prepared"])
 def test_forward_op_passes_opcheck(save, ready):
@@ -209,6 +242,23 @@ def test_forward_op_passes_opcheck(save, ready):
         op = torch.ops.dist_moe.block_scaled_forward.default
         utilities = UTILITIES[:2] if save and not ready else UTILITIES  # the last one compares outputs
         torch.library.opcheck(op, op_arguments(context, save, operands), test_utils=utilities)
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_ops_by_route_and_counting_pass_opcheck(save):
+    deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
+    with context_of(deep) as context:
+        op = torch.ops.dist_moe.block_scaled_forward.default
+        arguments = (*op_arguments(context, save), True, 1.0)
+        torch.library.opcheck(op, arguments, test_utils=UTILITIES[:2])
+        if not save:
+            return
+        context.reset()
+        with torch.no_grad():
+            _, *state, _ = op(*arguments)
+        given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
+        backward = torch.ops.dist_moe.block_scaled_backward
+        torch.library.opcheck(backward, (torch.randn(T, K, D).bfloat16(), *given), test_utils="test_faketensor")
 
 
 def test_ops_with_a_norm_pass_opcheck():

@@ -80,6 +80,7 @@ class Problem:
     case: Case
     format: object
     device: torch.device
+    expands: bool = False  # rows of forward
     far: bool = False  # blocks whose scales are codes 0, 254 and others; each contributes as much as any
     parts: dict = field(default_factory=dict)
 
@@ -149,6 +150,15 @@ class Problem:
         size = columns.scales.shape[0] * end // self.format.block
         return Bundle(*self._placed(columns.values[:end], columns.scales.flatten()[:size]))
 
+    def expanded_bundle(self, rows) -> Bundle:
+        """The same, expanded; also bad: what lies behind the last column."""
+        scales = oracle.from_blocked(rows.scales.view(torch.uint8), self.R, self.case.K // self.format.block)[0]
+        values = oracle.expand_rows(rows._replace(scales=scales), self.format)
+        values[~self.real] = float("nan")
+        codes = self.rows_bundle(rows)
+        values = place(values, codes.start_1.item() * 2 * values.shape[1], BAD_VALUE).to(self.device)
+        return codes._replace(values=values, scales=None, scales_start_1=None)
+
     def _placed(self, values, scales):
         row, byte = 3, 128
         values = place(values, row * values.shape[1] * values.element_size(), BAD_VALUE).to(self.device)
@@ -188,7 +198,8 @@ class Problem:
         if self.format.two_level:
             options["w_outer_inv_L"] = self.w.outer_inv_G.to(self.device)
         op = module.grouped_gemm_scaled_dgrad if dgrad else module.grouped_gemm_scaled
-        rows = self.rows_bundle(self.dy if dgrad else self.a)
+        bundle = self.expanded_bundle if self.expands and not dgrad else self.rows_bundle
+        rows = bundle(self.dy if dgrad else self.a)
         op(rows, *self.weight(dgrad), out, out_start, *self.experts(), **options)
         written = torch.zeros(out.shape, dtype=torch.bool)
         written[5 : 5 + self.R, :width] = self.real[:, None]
@@ -598,42 +609,70 @@ def test_hopper_windows_and_bits(device):
         problem.stop.zero_()
 
 
-@pytest.mark.sm90
-@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
-def test_hopper_fp4_equals_the_oracle(case, device):
-    """Every tile gives the same bits, of whole results and of windows."""
-    from dist_moe.kernels_triton import scaled_fp4_hopper
+def expanded_problem(case: Case, format, device) -> Problem:
+    """Weights whose blocks lie along K, as those of inference do, and rows that are expanded."""
+    problem = Problem(case, format, device)
+    problem.expands = True
+    if format in FP8:
+        w = torch.randn(len(case.rows), case.N, case.K) * case.K**-0.5
+        problem.w = oracle.quantize_weights(w, format=format, square=False)
+    return problem
 
-    problem = Problem(case, NVFP4, device)
+
+EACH_EXPANDED = pytest.mark.parametrize("format", (MXFP8_E4M3, NVFP4), ids=lambda f: f.name)
+
+
+@EACH_EXPANDED
+def test_expanded_rows_are_the_same_to_the_oracle(format, device):
+    problem = expanded_problem(RAGGED, format, device)
+    out = problem.run(reference, "forward")
+    problem.expands = False
+    assert torch.equal(out, problem.run(reference, "forward"))
+    with pytest.raises(ValueError, match="values must be contiguous"):
+        problem.expands = True
+        problem.run(gemm, "forward")
+
+
+@pytest.mark.sm90
+@EACH_EXPANDED
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
+def test_hopper_expanded_equals_the_oracle(case, format, device):
+    """Every tile gives the same bits, of whole results and of windows, again and again."""
+    from dist_moe.kernels_triton import expanded_hopper
+
+    problem = expanded_problem(case, format, device)
     ref = problem.run(reference, "forward")
-    whole = problem.run(scaled_fp4_hopper, "forward")
+    whole = problem.run(expanded_hopper, "forward")
     assert_equal(whole, ref)
-    for config in scaled_fp4_hopper.CONFIGS.values():
-        for num_sms in (None, 1):
-            out = problem.run(scaled_fp4_hopper, "forward", config=config, num_sms=num_sms)
+    for config in expanded_hopper.CONFIGS[format].values():
+        for num_sms in (None, 1, None, None):
+            out = problem.run(expanded_hopper, "forward", config=config, num_sms=num_sms)
             assert torch.equal(out, whole)
         for columns in ((0, 32), (128, 32), (case.N // 128 * 128, case.N % 128)):
             if 0 < columns[1] and sum(columns) <= case.N:
-                out = problem.run(scaled_fp4_hopper, "forward", columns=columns, config=config)
+                out = problem.run(expanded_hopper, "forward", columns=columns, config=config)
                 assert torch.equal(out, whole[:, columns[0] : sum(columns)])
     problem.stop.fill_(1)
-    assert (problem.run(scaled_fp4_hopper, "forward") == BAD_OUT).all()
+    assert (problem.run(expanded_hopper, "forward") == BAD_OUT).all()
+    problem.expands = False
+    with pytest.raises(ValueError, match="rows must be expanded"):
+        problem.run(expanded_hopper, "forward")
 
 
 @pytest.mark.sm90
-def test_hopper_fp4_nan_and_codes(device):
+def test_hopper_expanded_nan_and_codes_of_e2m1(device):
     """A NaN scale spoils its row alone; every pair of a code and a scale has its exact value."""
-    from dist_moe.kernels_triton import scaled_fp4_hopper
+    from dist_moe.kernels_triton import expanded_hopper
 
-    problem = Problem(Case("NaN", (9, 20), 96, 544), NVFP4, device)
-    clean = problem.run(scaled_fp4_hopper, "forward")
+    problem = expanded_problem(Case("NaN", (9, 20), 96, 544), NVFP4, device)
+    clean = problem.run(expanded_hopper, "forward")
     problem.a.scales.view(torch.uint8).view(-1)[2 * 16 + 1] = 0x7F
-    out = problem.run(scaled_fp4_hopper, "forward")
+    out = problem.run(expanded_hopper, "forward")
     bad = out.isnan()
     assert bad[2].all() and int(bad.sum()) == bad.shape[1]
     assert torch.equal(out[~bad], clean[~bad])
     # Row r of a picks block r with a code, column c of w has scale c in each block: one product an output.
-    problem = Problem(Case("codes", (16,), 128, 256), NVFP4, device)
+    problem = expanded_problem(Case("codes", (16,), 128, 256), NVFP4, device)
     values = torch.zeros(problem.R, 256, dtype=torch.uint8)
     values[torch.arange(16), torch.arange(16) * 16 + torch.arange(16)] = 2  # 1.0
     problem.a.values.view(torch.uint8).copy_(values[:, ::2] | values[:, 1::2] << 4)
@@ -644,8 +683,28 @@ def test_hopper_fp4_nan_and_codes(device):
     problem.w.scales.view(torch.uint8).copy_(oracle.to_blocked(scales))
     problem.w.outer_inv_G.fill_(1.0)
     problem.a.outer_inv_R.fill_(1.0)
-    out = problem.run(scaled_fp4_hopper, "forward")
+    out = problem.run(expanded_hopper, "forward")
     assert torch.equal(out, problem.run(reference, "forward").to(out))
+
+
+@pytest.mark.sm90
+def test_hopper_expanded_codes_of_e4m3(device):
+    """Every code of a weight, times scales from 2^-126 to 2^119, has its exact value; code 0 of a scale counts as 0."""
+    from dist_moe.kernels_triton import expanded_hopper
+
+    problem = expanded_problem(Case("codes", (128,), 256, 128), MXFP8_E4M3, device)
+    picks = torch.zeros(problem.R, 128, dtype=torch.uint8)
+    picks[torch.arange(128), torch.arange(128)] = 0x38  # 1.0: row r of a picks column r of the weights
+    problem.a.values.view(torch.uint8).copy_(picks)
+    problem.a.scales.view(torch.uint8).fill_(127)
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 128).clone()  # row n of the weights has code n
+    codes[(codes & 0x7F) == 0x7F] = 0  # not NaN
+    problem.w.values.view(torch.uint8).copy_(codes[None])
+    for scale in (0, 1, 9, 100, 127, 128, 200, 246):
+        problem.w.scales.view(torch.uint8).fill_(scale)
+        out = problem.run(expanded_hopper, "forward")
+        want = problem.run(reference, "forward").to(out) if scale else torch.zeros_like(out)
+        assert torch.equal(out, want), scale
 
 
 @pytest.mark.sm90
@@ -676,10 +735,12 @@ def test_choice_of_the_tile_on_hopper():
     assert [pick_config(False, n).rows for n in (16, 65, None)] == [16, 64, 64]
 
 
-def test_choice_of_the_fp4_tile_on_hopper():
-    from dist_moe.kernels_triton.scaled_fp4_hopper import pick_config
+def test_choice_of_the_expanded_tile_on_hopper():
+    from dist_moe.kernels_triton.expanded_hopper import pick_config
 
-    assert [pick_config(n).rows for n in (1, 16, 17, 33, 65, None)] == [16, 16, 32, 64, 64, 64]
+    for format, large in ((NVFP4, [80, 96, 128]), (MXFP8_E4M3, [96, 96, 128])):
+        configs = [pick_config(format, n) for n in (1, 8, 9, 16, 22, 32, 64, 70, None)]
+        assert [c.rows + c.tail for c in configs] == [16, 16, 16, 32, 32, 64, *large]
 
 
 # Sizes of real models, compiled only

@@ -41,7 +41,7 @@ def scaled_geometry(
     how = {"inference": True} if format.two_level else {}
     config = Config(T_max, D, F, 1, 1, 1, block_scaled=BlockScaledConfig(format.name), **how)
     total = num_slots * slot_bytes * g.training + scratch_bytes(config, capacity, expanded=expanded)
-    how = {"stage_columns": stage, "output_columns": output_columns(config), "expanded": expanded}
+    how = {"stage_columns": stage, "output_columns": output_columns(config, capacity), "expanded": expanded}
     return replace(g, total_bytes=total, format=format, **how)
 
 
@@ -358,7 +358,7 @@ def test_a_slot_that_was_to_hold_fewer_layers_has_no_room(device):
     before = planner.state[:2]
     place = planner.forward([1, 1], depth=2)
     assert planner.state[2][:4] == [shapes.FAULT_SLOT_ROOM, 0, 1, 2] and planner.state[:2] == before
-    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "X", "XR") == [shapes.KEEPS_X, 1, 1, UNTOUCHED, UNTOUCHED]
+    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "X", "XR") == [shapes.KEEPS_X, 1, 1, 0, 0]
 
 
 def test_the_first_run_of_a_checkpoint_is_not_counted(device):
@@ -469,18 +469,23 @@ def test_any_program(device, program, data):
     assert planner.state == (zeros, [0] * program.num_slots, [0] * shapes.FAULT_WORDS)
 
 
-@pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (256, 32)])
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize(("D", "F"), [(32, 32), (96, 160), (160, 32), (256, 32)])
 @pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("expanded", [False, True], ids=["codes", "expanded"])
-def test_scaled_calls_without_saving(device, D, F, format, expanded):
+def test_scaled_calls_without_saving(device, monkeypatch, D, F, format, one_pass, expanded):
     """Also the largest call that there is room for, in inference h3 with all columns of a pass."""
+    if not one_pass:
+        monkeypatch.setattr("dist_moe.planner.ONE_PASS_BYTES", 0)
     g = scaled_geometry(D, F, slot_bytes=1024, format=format, expanded=expanded)
+    assert g.training or (g.output_columns == D) == (one_pass or D <= 2 * F)
     for rows in (0, 128, 512):
         planner = Both(device, g, W=1)
         place = planner.forward([rows], save=False)
         for scratch in moments(g, place, rows):
             assert_disjoint([(0, 1024 * g.training), *scratch], g.total_bytes)
-        assert words(place, "SKIP_X", "SKIP_H1", "SKIP_COLUMNS", "SLOT") == [1, 1, 1, UNTOUCHED]
+        assert 0 <= planner.kernel.stats_S[shapes.STATS_SCRATCH] <= g.total_bytes - 1024 * g.training
+        assert words(place, "SKIP_X", "SKIP_H1", "SKIP_COLUMNS", "SLOT") == [1, 1, 1, 0]
 
 
 def test_example_of_scaled_scratch(device):
@@ -503,7 +508,7 @@ def test_calls_without_saving(device, rows, D, F, training):
     if not training:
         assert word(place, "H3") == word(place, "XR")
     assert planner.state == ([[0]], [0], [0] * shapes.FAULT_WORDS)
-    assert words(place, "SKIP_X", "SKIP_H1", "SLOT") == [1, 1, UNTOUCHED]
+    assert words(place, "SKIP_X", "SKIP_H1", "SLOT") == [1, 1, 0]
 
 
 def test_large_buffers(device):
@@ -537,7 +542,7 @@ def test_more_layers_than_the_slot_has(planner):
     before = planner.state[:2]
     place = planner.forward([1, 2], slot=1, depth=1)
     assert fault(planner) == [CODE, 1, 1, 1] and planner.state[:2] == before
-    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "XR") == [shapes.KEEPS_X, 1, 1, UNTOUCHED]
+    assert words(place, "KEPT", "SKIP_X", "SKIP_H1", "XR") == [shapes.KEEPS_X, 1, 1, 0]
 
 
 def test_a_second_backward(planner):
@@ -564,7 +569,7 @@ def test_state_from_before_a_reset(planner):
 
 
 def test_a_record_that_no_forward_wrote(planner):
-    """A forward under a fault leaves the record as the allocator gave it; after a reset its slot may be anything."""
+    """As the allocator gave it: its slot may be anything."""
     garbage = torch.full((shapes.PLACE_WORDS,), 2**61, dtype=torch.int64, device=planner.kernel.device)
     place = planner.kernel.backward(garbage, [1, 2])
     assert fault(planner)[0] == CODE and words(place, "SKIP_X", "SKIP_H1") == [1, 1]
@@ -578,5 +583,5 @@ def test_an_earlier_fault_stays_and_stops_the_call(planner):
         one.fault_F[0] = shapes.FAULT_OVERFLOW
     for place in (planner.forward([1, 2], slot=0), planner.backward(saved, [1, 2])):
         assert words(place, "KEPT", "SKIP_X", "SKIP_H1") == [shapes.KEEPS_X, 1, 1]
-        assert place.tolist().count(UNTOUCHED) == shapes.PLACE_WORDS - 3
+        assert place.tolist().count(0) == shapes.PLACE_WORDS - 2
     assert planner.state == (*before, [shapes.FAULT_OVERFLOW] + [0] * (shapes.FAULT_WORDS - 1))

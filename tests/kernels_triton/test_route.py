@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import routings
@@ -162,6 +164,7 @@ def test_example_of_count(device, group_size, group_rows):
         BLOCK_K=2,
         BLOCK_E=32,
         BLOCK_G=32,
+        BLOCK_W=2,
     )
     assert below_BP.tolist() == [[0, 1, 3], [0, 0, 0]]
     assert group_rows_BG.tolist() == [group_rows, [0] * len(group_rows)]
@@ -212,25 +215,22 @@ def test_example_of_scan(device, group_rows, sums):
     assert num_rows_L.tolist() == [3, 2] and group_sums_G.tolist() == sums and not fault_F.any()
 
 
+@triton.jit
+def _aligned_rows(
+    expert_rows_ptr, rank_rows_ptr, start_ptr, before, rank, W, L, ALIGNMENT: tl.constexpr, BLOCK_L: tl.constexpr
+):
+    rank_rows, start = kernels.aligned_rows(expert_rows_ptr, before, rank, W, L, ALIGNMENT, 2, BLOCK_L)
+    tl.store(rank_rows_ptr + tl.arange(0, 2), rank_rows)
+    tl.store(start_ptr, start)
+
+
 @pytest.mark.parametrize("block_l", [1, 2])
-def test_example_of_align(device, block_l):
-    row_start_P = torch.full((3,), -9, dtype=torch.int32, device=device)
-    rank_rows_W = torch.full((2,), -9, dtype=torch.int64, device=device)
-    fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, device=device)
-    kernels._align[(1,)](
-        torch.tensor([3, 0, 2, 5], dtype=torch.int32, device=device),
-        row_start_P,
-        rank_rows_W,
-        fault_F,
-        1,
-        2,
-        2,
-        12,
-        ALIGNMENT=4,
-        BLOCK_W=2,
-        BLOCK_L=block_l,
-    )
-    assert row_start_P.tolist() == [0, 4, 12] and rank_rows_W.tolist() == [4, 12] and not fault_F.any()
+def test_example_of_aligned_rows(device, block_l):
+    for before, start in ((0, 0), (1, 4), (2, 12)):
+        rank_rows_W, start_1 = (torch.full((n,), -9, dtype=torch.int64, device=device) for n in (2, 1))
+        expert_rows_E = torch.tensor([3, 0, 2, 5], dtype=torch.int32, device=device)
+        _aligned_rows[(1,)](expert_rows_E, rank_rows_W, start_1, before, 1, 2, 2, ALIGNMENT=4, BLOCK_L=block_l)
+        assert rank_rows_W.tolist() == [4, 12] and start_1.tolist() == [start]
 
 
 # Against the oracle and the rules
@@ -378,13 +378,16 @@ def test_an_earlier_fault_stays_and_stops_the_call(device, alignment):
         assert (table == torch.iinfo(table.dtype).max // 3).all()
 
 
-@pytest.mark.parametrize("num_tokens", [-1, 4, 2**40])
-def test_a_token_count_out_of_range_reads_nothing_else(device, num_tokens):
-    """verify refuses it; should route see it, T is taken to be 0 or T_max."""
-    ranks = Ranks(device, ids_of([[0, 1], [1, 2], [2, -1]], [[0, 3]]), E=4)
-    ranks.regions[0]["header"].own[shapes.HEADER_T] = num_tokens
-    plan, fault = ranks.route(kernels.route, 0)
-    assert fault[0] == 0 and int(plan.row_start_P[-1]) == (4 if num_tokens > 0 else 1)
+@each_alignment
+@pytest.mark.parametrize(
+    ("word", "expected", "found"),
+    [(shapes.HEADER_T, 3, -1), (shapes.HEADER_T, 3, 4), (shapes.HEADER_T, 3, 2**40), (shapes.HEADER_CALL, 0, 9)],
+)
+def test_headers_that_differ_win_over_all_that_is_wrong_with_the_ids(device, alignment, word, expected, found):
+    """With T out of range, 0 or T_max tokens are read."""
+    ranks = Ranks(device, ids_of([[0, 1], [9, 2], [2, -1]], [[0, 3]]), E=4, alignment=alignment)
+    ranks.regions[1]["header"].own[word] = found
+    assert_same_fault(ranks, [shapes.FAULT_MISMATCH | 1 << shapes.FAULT_RANK_SHIFT, word, expected, found], capacity=1)
 
 
 @each_alignment

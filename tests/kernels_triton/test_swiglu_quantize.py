@@ -205,6 +205,29 @@ def assert_backward_bits(problem: Problem, activation, format, columns=(True, Tr
     assert found[3][: problem.R][~real].isnan().all() and found[3][problem.R :].isnan().all()
 
 
+def expanded_rows(problem: Problem, format) -> Bundle:
+    """Poisoned, as bundles of codes are."""
+    codes = problem.bundle(format, problem.F)
+    shape = (len(codes.values), 2 * align(problem.F, format.expanded_group))
+    values = torch.full(shape, POISON, dtype=torch.uint8, device=problem.device).view(format.expanded_dtype)
+    return codes._replace(values=values, scales=None, scales_start_1=None)
+
+
+@EACH_CASE
+@pytest.mark.parametrize("format", (MXFP8_E4M3, NVFP4), ids=lambda f: f.name)
+def test_forward_expanded_is_what_the_quantiser_means(counts, F, edge, format, device):
+    problem = Problem(counts, F, device)
+    want, found = (expanded_rows(problem, format) for _ in range(2))
+    put_rows(want, problem.fp32(PLAIN)[0], problem.real.to(problem.device), format)
+    kernels.swiglu_quantize(
+        *problem.put(problem.h1), found, problem.start_P, problem.num_rows_L, format=format, activation=PLAIN,
+        stop_1=problem.stop,
+    )  # fmt: skip
+    assert torch.equal(found.values.view(torch.int16), want.values.view(torch.int16))
+    if format.two_level:
+        assert torch.equal(found.outer_inv.view(torch.int32), want.outer_inv.view(torch.int32))
+
+
 @EACH_CASE
 @EACH_FORMAT
 def test_forward_has_the_bits_of_the_quantiser(counts, F, edge, format, device):

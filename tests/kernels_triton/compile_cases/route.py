@@ -36,11 +36,12 @@ def cases(name: str, W: int, T_max: int, K: int, L: int, alignment: int = 1, **c
                 "BLOCK_K": config.block_k,
                 "BLOCK_E": config.count_e,
                 "BLOCK_G": config.count_g,
+                "BLOCK_W": width,
             },
             name=name,
             num_warps=config.count_warps,
             aligned=("T_max",),
-            **count,
+            **count | {"expect": (*count.get("expect", ()), ".cas.b64")},
         ),
         Case(
             "route:_scan",
@@ -79,12 +80,16 @@ def cases(name: str, W: int, T_max: int, K: int, L: int, alignment: int = 1, **c
                 "first_route_ptr": I32,
                 "row_start_ptr": I32,
                 "num_rows_ptr": I32,
+                "expert_rows_ptr": I32,
+                "rank_rows_ptr": "*i64",
                 "row_to_slot_ptr": I32,
                 "pair_rows_ptr": I32,
                 "pair_start_ptr": I32,
                 "pair_output_ptr": I32,
                 "fault_ptr": "*i64",
+                "W": "i32",
                 "J": "i32",
+                "capacity": "i32",
                 **SIZES,
             },
             {
@@ -93,31 +98,17 @@ def cases(name: str, W: int, T_max: int, K: int, L: int, alignment: int = 1, **c
                 "BLOCK_T": config.block_t,
                 "BLOCK_E": config.place_e,
                 "BLOCK_W": min(width, 8),
+                "ALL_W": width,
+                "BLOCK_L": config.align_l,
                 "UNROLL": min(config.block_k, 8),
             },
             name=name,
             num_warps=config.place_warps,
             aligned=("T_max",),
-            forbid=("atom.global", "red.global"),
+            expect=(".cas.b64",) * aligned,
+            forbid=("red.global",) if aligned else ("atom.global", "red.global"),
         ),
-    ) + (
-        Case(
-            "route:_align",
-            {
-                "expert_rows_ptr": I32,
-                "row_start_ptr": I32,
-                "rank_rows_ptr": "*i64",
-                "fault_ptr": "*i64",
-                "rank": "i32",
-                "W": "i32",
-                "L": "i32",
-                "capacity": "i32",
-            },
-            {"ALIGNMENT": alignment, "BLOCK_W": width, "BLOCK_L": config.align_l},
-            name=name,
-            expect=(".cas.b64",),
-        ),
-    ) * aligned
+    )
 
 
 CASES = (
