@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dist_moe import reference
 from dist_moe import reference_formats as oracle
 from dist_moe.formats import E8M0_BIAS, E8M0_NAN, FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from dist_moe.kernels_triton import _scaled as formats
 from dist_moe.kernels_triton import _scaled_operands as operands
 from dist_moe.kernels_triton import grouped_gemm_scaled as gemm
 from dist_moe.kernels_triton._device import is_interpreting
@@ -481,7 +482,7 @@ def _helpers_kernel(num_rows_ptr, row_start_ptr, ends_ptr, tile_ptr, powers_ptr)
     tl.store(tile_ptr + 1, row)
     tl.store(tile_ptr + 2, row_end)
     codes = tl.arange(0, 256)
-    tl.store(powers_ptr + codes, operands.powers(codes.to(tl.uint8)))
+    tl.store(powers_ptr + codes, formats.powers(codes.to(tl.uint8)))
 
 
 def test_helpers(device):
