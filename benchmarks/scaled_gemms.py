@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dist_moe import BlockScaledConfig, Config, formats, registry, testing
 from dist_moe.quantized import Bundle, Quantized
+from dist_moe.reference_formats import dequantize_columns
 from dist_moe.shapes import align
 from dist_moe.testing import Tolerance
 
@@ -62,6 +63,8 @@ class ScaledGemms:
         padded[self._place] = rows_RC[: len(self._place)]
         found: Quantized = getattr(self._ops, quantize)(padded, format=self.format, blocked=True, **self._experts)
         zero = self._gemms.zero_1
+        if quantize == "quantize_columns" and self._ops.expands_columns:
+            return Bundle(dequantize_columns(found, format=self.format, blocked=True).to(rows_RC.dtype), zero)
         outer = () if found.outer_inv_R is None else (found.outer_inv_R, zero)
         return Bundle(found.values, zero, found.scales.flatten(), zero, *outer)
 
@@ -88,11 +91,13 @@ class ScaledGemms:
 
 
 def ops_of(job: Job, shape: Shape, name: str) -> SimpleNamespace:
-    """What a Context of the format runs."""
+    """What a Context of the format runs, and whether its weight gradients multiply expanded columns."""
     how = BlockScaledConfig(name.removesuffix("-along-k"))
     config = Config(8, shape.D, shape.F, shape.K, shape.E, 1, block_scaled=how, inference=how.format == "nvfp4")
     call = registry.call_of(job.device, None, config)
-    return SimpleNamespace(**{op: registry.function(registry.choose(op, call)[0]) for op in OPS})
+    functions = {op: registry.function(registry.choose(op, call)[0]) for op in OPS}
+    expands_columns = not config.inference and registry.expands_operands(config, call)
+    return SimpleNamespace(**functions, expands_columns=expands_columns)
 
 
 def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routing: str, T: int) -> None:

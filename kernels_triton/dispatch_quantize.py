@@ -1,7 +1,8 @@
 """dispatch_quantize, quantize_received: the rows of dispatch as quantised rows and, or, quantised columns.
 
     rows     blocks of 32 columns of a row,   of v = fp32(x), into a bundle of rows
-    columns  blocks of 32 rows of a column,   of v, or of score * v in FP32, into a bundle of columns
+    columns  blocks of 32 rows of a column,   of v, or of score * v in FP32, into a bundle of columns, which may be
+             expanded: BF16 of value times scale
 
 with x the row that dispatch would place there, zeros where it would place zeros, and scales and values as in quantize.
 dispatch_quantize pulls x from the peers' `tokens` and `scores`, after the wait on PUBLISHED and under dispatch's order;
@@ -29,6 +30,7 @@ from ._scaled import (
     format_options,
     pack_pairs,
     quantise,
+    quantise_and_expand,
 )
 from .dispatch import NEGATIVE_ZERO
 
@@ -94,13 +96,16 @@ def _put_columns(
     BLOCK_D: tl.constexpr,
 ):
     """A chunk of a block of rows into a bundle of columns; a chunk is as wide as an atom is high."""
-    codes, scales = quantise(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
     row = tl.arange(0, BLOCK)[:, None]
     offs_d = tl.arange(0, BLOCK_D)
+    if scales_ptr is None:
+        values = quantise_and_expand(v, 0, ELEMENT, RECIPROCAL)
+    else:
+        values, scales = quantise(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
+        scales_ptr += blocked_offset(col, block, num_blocks)
+        tl.store(scales_ptr + (offs_d % 32 * 16 + offs_d // 32 * 4), scales)
     values_ptr += block * BLOCK * D + col
-    tl.store(values_ptr + (row * D + offs_d[None, :]), codes, mask=(col + offs_d < end)[None, :])
-    scales_ptr += blocked_offset(col, block, num_blocks)
-    tl.store(scales_ptr + (offs_d % 32 * 16 + offs_d // 32 * 4), scales)
+    tl.store(values_ptr + (row * D + offs_d[None, :]), values, mask=(col + offs_d < end)[None, :])
 
 
 @launched
@@ -118,9 +123,9 @@ def _dispatch_quantize(
     rows_scales_ptr,  # bytes
     rows_scales_start_ptr,  # int64
     rows_stop_ptr,  # int64
-    columns_values_ptr,  # [X, D] bytes; these five are None without a bundle of columns
+    columns_values_ptr,  # [X, D] bytes, or bf16; these five are None without a bundle of columns
     columns_start_ptr,  # int64
-    columns_scales_ptr,  # bytes
+    columns_scales_ptr,  # bytes; this and the next are None of expanded columns
     columns_scales_start_ptr,  # int64
     columns_stop_ptr,  # int64
     T_max,
@@ -143,7 +148,8 @@ def _dispatch_quantize(
 
     Example (e4m3, W = 1, D = 32, tokens 448 and -960 in all columns, routes of token 1, then 0, to one expert):
     row_to_slot = [1, 0, -1, ...] gives rows of values -240 with scale 129 and 448 with 127, and columns
-    [-240, 112, 0, ...] with scale 129 for the first 32 rows and zeros with scale 0 for rows 32 to 127.
+    [-240, 112, 0, ...] with scale 129 for the first 32 rows and zeros with scale 0 for rows 32 to 127; expanded
+    [-960, 448, 0, ...].
     """
     ROWS: tl.constexpr = rows_values_ptr is not None
     COLUMNS: tl.constexpr = columns_values_ptr is not None
@@ -160,7 +166,8 @@ def _dispatch_quantize(
         rows_scales_ptr += tl.load(rows_scales_start_ptr)
     if COLUMNS:
         columns_values_ptr += tl.load(columns_start_ptr) * D
-        columns_scales_ptr += tl.load(columns_scales_start_ptr)
+        if columns_scales_ptr is not None:
+            columns_scales_ptr += tl.load(columns_scales_start_ptr)
     num_blocks = tl.load(num_rows_ptr) // BLOCK  # experts begin at multiples of whole atoms
     num_chunks = tl.cdiv(width, BLOCK_D)
     num_groups = tl.cdiv(num_chunks, CHUNKS)
@@ -215,6 +222,8 @@ def _parts(bundle: Bundle | None, stop_1) -> tuple:
     """Of a bundle of a format with one level, as the kernel takes them."""
     if bundle is None:
         return (None,) * 5
+    if bundle.expanded:
+        return bundle.values, bundle.start_1, None, None, stop_1
     values, scales = bundle.values.view(torch.uint8), bundle.scales.view(torch.uint8)
     return values, bundle.start_1, scales, bundle.scales_start_1, stop_1
 
@@ -251,9 +260,10 @@ def dispatch_quantize(
     """Pull the rows routed to this rank straight into quantised rows and, or, columns, with their scores.
 
     Args:    plan: from route() with experts aligned to atoms.  half: 0 pulls x, 1 pulls dy.  format: of one level, for
-             columns with one value in a byte.  rows, columns: bundles, at least one.  scaled_columns: columns are of
-             score * x.  row_scores_R: fp32 [R], written unless all outputs are stopped.  rows_stop_1, columns_stop_1:
-             nothing of that output is written where it is not 0; None for an output that is None.
+             columns with one value in a byte.  rows, columns: bundles, at least one; columns may be expanded.
+             scaled_columns: columns are of score * x.  row_scores_R: fp32 [R], written unless all outputs are stopped.
+             rows_stop_1, columns_stop_1: nothing of that output is written where it is not 0; None for an output that
+             is None.
     Raises:  ValueError for formats and bundles that do not fit.
     Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.
     Source:  reference_producers.dispatch_quantize.

@@ -404,11 +404,17 @@ def grouped_gemm_scaled_wgrad(
 ) -> None:
     """out[e] = dy_e.T @ x_e, rounded once; see reference_products.grouped_gemm_scaled_wgrad.
 
+    Expanded columns are multiplied by grouped_gemm, whole experts with their padding, which is zeros.
     Args:    num_sms, config: as in grouped_gemm_scaled.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
     """
     op = "grouped_gemm_scaled_wgrad"
     check_scaled_wgrad(op, dy, x, row_start_P, num_rows_L, out_LNK, format=format)
+    if dy.expanded:
+        operands = (dy.values, dy.start_1, x.values, x.start_1, row_start_P, out_LNK)
+        how = {"accumulate": accumulate, "stop_1": stop_1, "num_sms": num_sms, "config": config}
+        grouped_gemm.grouped_gemm_wgrad(*operands, **how)
+        return
     L, N, K = out_LNK.shape
     config = config or pick_config("wgrad", scaled_dot=has_scaled_dot(out_LNK.device))
     rows = step(config, format)

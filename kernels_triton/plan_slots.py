@@ -189,6 +189,8 @@ def _place_scaled_scratch(
     scales take 512 bytes each: ROW_SCALES = 79488, of the columns of x, dy, h2, g1 78976, 78464, 77952, 77440. H1 = 477
     (byte 61056), below it the rows XR = 1780, H2 = 1780, G1_ROWS = 826; H3 = 697 (byte 44608) with the columns of x and
     dy, 1394 and 1522; those of g1 569, over G2 = 569, of h2 1010 (byte 32320): 47680 bytes.
+    With expanded columns H1 = 493 (byte 63104), XR = H2 = 1844, G1_ROWS = 858; H3 = 729 with the columns of dy, those
+    of x 601, of g1 172, of h2 216 (byte 13824), over G2 = 216: 66176 bytes.
     """
     end = total_bytes.to(tl.int64)
     ROW_GROUP: tl.constexpr = 0 if TRAINING else GROUP

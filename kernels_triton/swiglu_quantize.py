@@ -4,6 +4,7 @@
     backward  g2 = dy @ W2, not multiplied by the score;  score_grad = <g2, h2>;  d_h2 = score * g2
               g1 = [d_gate | d_up], quantised by rows, for the product with W13, and by columns, for W13's gradient
               h2, not multiplied by the score, quantised by columns, for W2's gradient, whose dy has the score
+              columns may be expanded: BF16 of value times scale
 
 Formulas in swiglu.py, formats in _scaled.py. Rows of padding come last in an expert and experts begin at multiples of
 128 rows. What h1 and g2 hold there is never read.
@@ -40,6 +41,7 @@ from ._scaled import (
     outer_scale,
     pack_pairs,
     quantise,
+    quantise_and_expand,
     value_codes,
 )
 from ._scaled_operands import row_tile, row_tile_ends
@@ -185,12 +187,15 @@ def _put_block_by_columns(
     BLOCK: tl.constexpr,
     RECIPROCAL: tl.constexpr,
 ):
-    """Quantise and store a block, a scale a column; one-byte formats."""
-    codes, scales = quantise(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
+    """Quantise and store a block, a scale a column; one-byte formats. Expanded where there is no place for scales."""
+    if scales_ptr is None:
+        values = quantise_and_expand(x, 1, ELEMENT, RECIPROCAL)
+    else:
+        values, scales = quantise(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
+        scales_ptr += blocked_offset(col, block, num_blocks)
+        tl.store(scales_ptr + 16 * tl.arange(0, BLOCK), tl.reshape(scales, (BLOCK,)))
     values_ptr += block * BLOCK * values_stride + col
-    tl.store(values_ptr + _block_offsets(x, values_stride), codes)
-    scales_ptr += blocked_offset(col, block, num_blocks)
-    tl.store(scales_ptr + 16 * tl.arange(0, BLOCK), tl.reshape(scales, (BLOCK,)))
+    tl.store(values_ptr + _block_offsets(x, values_stride), values)
 
 
 @triton.jit
@@ -202,11 +207,12 @@ def _block_offsets(x, stride):
 
 @triton.jit
 def _fill_column_atoms(block, C, scales_ptr, num_blocks):
-    """Scales of a block of rows, of the columns past C that only fill the atoms."""
-    cols = C + tl.arange(0, ATOM_R)
-    padding = tl.full((ATOM_R,), PADDING_SCALE, tl.uint8)
-    inside = cols < tl.cdiv(C, ATOM_R) * ATOM_R
-    tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), padding, mask=inside)
+    """Scales of a block of rows, of the columns past C that only fill the atoms; none of expanded columns."""
+    if scales_ptr is not None:
+        cols = C + tl.arange(0, ATOM_R)
+        padding = tl.full((ATOM_R,), PADDING_SCALE, tl.uint8)
+        inside = cols < tl.cdiv(C, ATOM_R) * ATOM_R
+        tl.store(scales_ptr + blocked_offset(cols, block, num_blocks), padding, mask=inside)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -357,13 +363,13 @@ def _swiglu_backward_quantize(
     g1_rows_start_ptr,  # [1] i64
     g1_row_scales_ptr,  # bytes, blocked order
     g1_row_scales_start_ptr,  # [1] i64
-    g1_columns_ptr,  # [X, 2F] bytes or None, as the three after it
+    g1_columns_ptr,  # [X, 2F] bytes, or bf16, or None, as the three after it
     g1_columns_start_ptr,
-    g1_column_scales_ptr,
+    g1_column_scales_ptr,  # this and the next are None of expanded columns
     g1_column_scales_start_ptr,
-    h2_columns_ptr,  # [X, F] bytes or None, as the three after it
+    h2_columns_ptr,  # [X, F] bytes, or bf16, or None, as the three after it
     h2_columns_start_ptr,
-    h2_column_scales_ptr,
+    h2_column_scales_ptr,  # as of g1
     h2_column_scales_start_ptr,
     row_to_slot_ptr,  # [R] i32, -1 for padding
     num_rows_ptr,  # [1] i32
@@ -381,13 +387,14 @@ def _swiglu_backward_quantize(
     of either orientation, held as [groups, rows, GROUP columns] so that the lanes of a warp spread over both. A score
     gradient is a sum in a fixed order, over the columns of a group, then tiles, then groups.
 
-    Rows of padding count as zeros: their loads are masked. With F = BLOCK the columns of g1 may lie over g2: a block of
-    it is read whole before that of g1, in the same bytes, is written.
+    Rows of padding count as zeros: their loads are masked. With F = BLOCK the columns of g1 may lie over g2, and
+    expanded ones of h2 always: a block of it is read whole before that of columns, in the same bytes, is written.
     Example (e4m3, one real row): gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, h2 60, whose blocks have the
     scales 120, 123 and 125 in rows and in columns, and <g2, h2> = 120 a column.
     """
     if tl.load(stop_ptr) != 0:
         return
+    H2_OVER_G2: tl.constexpr = h2_columns_ptr is not None and h2_column_scales_ptr is None
     num_blocks = tl.load(num_rows_ptr) // BLOCK
     padded_S = tl.cdiv(2 * F // BLOCK, ATOM_C) * ATOM_C
     h1_ptr += tl.load(h1_start_ptr) * 2 * F
@@ -396,10 +403,12 @@ def _swiglu_backward_quantize(
     g1_row_scales_ptr += tl.load(g1_row_scales_start_ptr)
     if g1_columns_ptr is not None:
         g1_columns_ptr += tl.load(g1_columns_start_ptr) * 2 * F
-        g1_column_scales_ptr += tl.load(g1_column_scales_start_ptr)
+        if g1_column_scales_ptr is not None:
+            g1_column_scales_ptr += tl.load(g1_column_scales_start_ptr)
     if h2_columns_ptr is not None:
         h2_columns_ptr += tl.load(h2_columns_start_ptr) * F
-        h2_column_scales_ptr += tl.load(h2_column_scales_start_ptr)
+        if h2_column_scales_ptr is not None:
+            h2_column_scales_ptr += tl.load(h2_column_scales_start_ptr)
     for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         delay(block)
         block = tl.cast(block, tl.int64)
@@ -415,8 +424,10 @@ def _swiglu_backward_quantize(
             raw_gate = tl.load(gate_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
             raw_up = tl.load(gate_ptrs + F, mask=real[None, :, None], other=0.0).to(tl.float32)
             g2 = tl.load(g2_ptrs, mask=real[None, :, None], other=0.0).to(tl.float32)
-            if F == BLOCK:
+            if H2_OVER_G2:
                 tl.debug_barrier()  # other threads write there
+            elif F == BLOCK:
+                tl.debug_barrier()
             gate, up, sig = gate_up(raw_gate, raw_up, alpha, limit, CLAMPED, FAST_MATH)
             h2 = gate * sig * up
             sums += tl.sum(g2 * h2, axis=2)
@@ -544,7 +555,8 @@ def swiglu_backward_quantize(
     Args:    as in swiglu_quantize; format: MXFP8.  row_start_P: the last word counts the rows with padding.
              row_to_slot_R: int32, device, -1 for rows of padding.  g2_XF: bf16, dy @ W2, not multiplied by the score.
              row_scores_R, score_grads_R: fp32.  g1_rows, g1_columns: of 2F values.  h2_columns: of F values.  Columns
-             may be None; their rows of padding are zeros, and nothing else of padding is written.
+             may be None, or expanded; their rows of padding are zeros, and nothing else of padding is written. Expanded
+             columns of h2 may lie over g2.
              config: other than BACKWARD.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
     Source:  reference_swiglu.swiglu_backward_quantize; the score gradient without W2's output is SonicMoE's idea.

@@ -2,6 +2,8 @@
 
     out[e] = round(dy_e.T @ x_e)    or    round(fp32(out[e]) + dy_e.T @ x_e)
 
+of BF16 rows, or of the expanded columns of MXFP8, whose values times scales are BF16.
+
 Grid: persistent, one program an SM; reads and writes local memory only, no barrier before or after it.
 
 An expert of 512 rows is eight steps a tile, so what stands between two tiles decides: one warp keeps a ring of stages
@@ -10,7 +12,8 @@ the next tile. Plain Triton can have neither: its loop over steps drains at ever
 is a step that nothing overlaps.
 
 The last step of an expert may hold rows behind its end, which are another expert's or NaN: the multiplying warps write
-zeros over them in the ring, in both operands (0 * NaN is NaN), before the tensor cores read it.
+zeros over them in the ring, in both operands (0 * NaN is NaN), before the tensor cores read it. Expanded columns have
+zeros of their own there, up to the next multiple of 128 rows: their last step is as any other.
 """
 
 import functools
@@ -27,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dist_moe.quantized import check_scaled_wgrad
 
 from ._device import delay, num_programs
 from ._launch import launched
@@ -47,8 +52,19 @@ GROUP_M = 4
 
 
 @gluon.jit
-def _tile(tile, row_start_ptr, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
-    """Expert, row and column of the tile in out[expert], and the expert's rows: as in grouped_gemm."""
+def _tile(
+    tile,
+    rows_ptrs,
+    N,
+    K,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Expert, row and column of the tile in out[expert], and the expert's rows: as in grouped_gemm; expanded columns in
+    whole steps."""
+    row_start_ptr, num_rows_ptr = rows_ptrs
     num_tiles_m = gl.cdiv(N, BLOCK_M)
     num_tiles_n = gl.cdiv(K, BLOCK_N)
     expert = tile // (num_tiles_m * num_tiles_n)
@@ -58,13 +74,18 @@ def _tile(tile, row_start_ptr, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
     place = place % (GROUP_M * num_tiles_n)
     m = (group * GROUP_M + place % group_size) * BLOCK_M
     n = place // group_size * BLOCK_N
-    return expert, m, n, gl.load(row_start_ptr + expert), gl.load(row_start_ptr + expert + 1)
+    row_start = gl.load(row_start_ptr + expert)
+    if num_rows_ptr is None:
+        row_end = gl.load(row_start_ptr + expert + 1)
+    else:
+        row_end = row_start + gl.cdiv(gl.load(num_rows_ptr + expert), BLOCK_K) * BLOCK_K
+    return expert, m, n, row_start, row_end
 
 
 @gluon.jit
 def _produce(tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M: gl.constexpr):
     """One warp: the rows of every tile into the ring, a step a stage, as stages become empty."""
-    row_start_ptr, num_tiles, N, K = tiles
+    rows_ptrs, num_tiles, N, K = tiles
     dy_ring, x_ring, full, empty = rings
     STAGES: gl.constexpr = dy_ring.shape[0]
     BLOCK_K: gl.constexpr = dy_ring.shape[1]
@@ -73,7 +94,7 @@ def _produce(tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M: gl.const
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        _, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+        _, m, n, row_start, row_end = _tile(tile, rows_ptrs, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
         for row in range(row_start, row_end, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -97,7 +118,7 @@ def _keep_rows(ring_stage, num_rows):
 @gluon.jit
 def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, GROUP_M: gl.constexpr):
     """Eight warps: the products of every tile, and its way out."""
-    row_start_ptr, num_tiles, N, K = tiles
+    rows_ptrs, num_tiles, N, K = tiles
     dy_ring, x_ring, full, empty = rings
     STAGES: gl.constexpr = dy_ring.shape[0]
     BLOCK_K: gl.constexpr = dy_ring.shape[1]
@@ -109,7 +130,7 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
     num_loads = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, m, n, row_start, row_end = _tile(tile, row_start_ptr, N, K, BLOCK_M, BLOCK_N, GROUP_M)
+        expert, m, n, row_start, row_end = _tile(tile, rows_ptrs, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
         if row_start < row_end or not ACCUMULATE:
             if ACCUMULATE:
                 tma.store_wait(0)
@@ -143,7 +164,7 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
 
 
 @launched
-@gluon.jit(do_not_specialize_on_alignment=["dy_start_ptr", "x_start_ptr", "stop_ptr"])
+@gluon.jit(do_not_specialize_on_alignment=["dy_start_ptr", "x_start_ptr", "num_rows_ptr", "stop_ptr"])
 def _wgrad_kernel(
     dy_desc,  # [X, N] bf16
     dy_start_ptr,  # [1] i64
@@ -151,6 +172,7 @@ def _wgrad_kernel(
     x_start_ptr,  # [1] i64
     out_desc,  # [L, N, K] bf16 or fp32
     row_start_ptr,  # [L + 1] i32
+    num_rows_ptr,  # [L] i32 of expanded columns; None: rows end where the next expert's begin
     stop_ptr,  # [1] i64
     L,
     N,
@@ -182,7 +204,7 @@ def _wgrad_kernel(
     num_tiles = L * gl.cdiv(N, BLOCK_M) * gl.cdiv(K, BLOCK_N)
     dy_start = gl.load(dy_start_ptr).to(gl.int32)
     x_start = gl.load(x_start_ptr).to(gl.int32)
-    tiles = (row_start_ptr, num_tiles, N, K)
+    tiles = ((row_start_ptr, num_rows_ptr), num_tiles, N, K)
     rings = (dy_ring, x_ring, full, empty)
     gl.warp_specialize(
         [
@@ -204,10 +226,9 @@ def _descriptor(t: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), shared_layout(t.dtype, *block))
 
 
-def grouped_gemm_wgrad(
-    dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, out_LNK, *, accumulate, stop_1, num_sms=None, config=None
-) -> None:
-    """Arguments, errors and result: grouped_gemm.grouped_gemm_wgrad."""
+def _launch(
+    dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, num_rows_L, out_LNK, *, accumulate, stop_1, num_sms, config
+):
     check_wgrad(dy_XN, x_XK, out_LNK)
     L, N, K = out_LNK.shape
     config = config or CONFIGS[out_LNK.dtype]
@@ -218,6 +239,7 @@ def grouped_gemm_wgrad(
         x_start_1,
         _descriptor(out_LNK, 1, config.block_m, config.block_n),
         row_start_P,
+        num_rows_L,
         stop_1,
         L,
         N,
@@ -227,3 +249,26 @@ def grouped_gemm_wgrad(
         GROUP_M=GROUP_M,
         num_warps=config.num_warps,
     )
+
+
+def grouped_gemm_wgrad(
+    dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, out_LNK, *, accumulate, stop_1, num_sms=None, config=None
+) -> None:
+    """Arguments, errors and result: grouped_gemm.grouped_gemm_wgrad."""
+    how = {"accumulate": accumulate, "stop_1": stop_1, "num_sms": num_sms, "config": config}
+    _launch(dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, None, out_LNK, **how)
+
+
+def grouped_gemm_scaled_wgrad(
+    dy, x, row_start_P, num_rows_L, out_LNK, *, format, accumulate, stop_1, num_sms=None, config=None
+) -> None:
+    """As grouped_gemm_scaled.grouped_gemm_scaled_wgrad, of expanded columns.
+
+    Raises:  ValueError also for columns that are codes and scales.
+    """
+    op = "grouped_gemm_scaled_wgrad"
+    check_scaled_wgrad(op, dy, x, row_start_P, num_rows_L, out_LNK, format=format)
+    if not dy.expanded:
+        raise ValueError(f"{op}: columns must be expanded here, got {dy.values.dtype}; pass BF16 of value times scale")
+    operands = (dy.values, dy.start_1, x.values, x.start_1, row_start_P, num_rows_L, out_LNK)
+    _launch(*operands, accumulate=accumulate, stop_1=stop_1, num_sms=num_sms, config=config)

@@ -2,6 +2,7 @@
 
 import torch
 
+from dist_moe import registry
 from dist_moe.config import BlockScaledConfig
 from dist_moe.formats import ROW_ALIGNMENT
 from dist_moe.path_oracle import Case
@@ -45,6 +46,11 @@ CASES = (
 )
 
 
+def expand_columns(monkeypatch, expanded: bool) -> None:
+    """Contexts of this process for training expand columns, as on a GPU that multiplies them so, or do not."""
+    monkeypatch.setattr(registry, "expands_operands", lambda config, *_: expanded and not config.inference)
+
+
 def rows_of(case: Case) -> list[int]:
     """Received rows by rank; for routings that name no expert twice."""
     ids = torch.cat([inputs.ids_TK for inputs in case.inputs()])
@@ -58,12 +64,13 @@ def padded_rows_of(case: Case) -> list[int]:
     return (-(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT).view(case.W, -1).sum(dim=1).tolist()
 
 
-def slots_of(case: Case, block_scaled: BlockScaledConfig | None = None) -> dict[str, dict]:
+def slots_of(case: Case, block_scaled: BlockScaledConfig | None = None, *, expanded: bool = False) -> dict[str, dict]:
     """The changes of a Config that make its layer keep just this much, by the name of what is kept."""
     config, rows = case.config(block_scaled=block_scaled), max(rows_of(case))
     if block_scaled is not None:
         rows = max(padded_rows_of(case))
-    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), saved_full_bytes(config, rows))
+    full = saved_full_bytes(config, rows, expanded=expanded)
+    sizes = (saved_input_bytes(config), saved_h1_bytes(config, rows), full)
     assert sizes[0] < sizes[1] < sizes[2] and len(set(rows_of(case))) > 1
     return {
         name: {"activation_slot_bytes": size, "activation_slot_capacity_factor": None}

@@ -10,7 +10,7 @@ import torch
 
 import dist_moe
 from dist_moe import create as create_module
-from dist_moe import create_context
+from dist_moe import create_context, registry
 
 from .fault_cases import CASE, PATIENT_S, assert_error, error_of, join
 from .path_cases import assert_results_close, dense
@@ -33,12 +33,15 @@ def _create(rank, group, case, how):
     }
     wrong = rank == group.size() - 1
     original = create_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file
-    taken = None
+    expands_operands, taken = registry.expands_operands, None
     if wrong and how in FIELDS:
         field, value = FIELDS[how]
         arguments = arguments | ({field: value} if field in arguments else {"config": case.config(**{field: value})})
     elif how == "experts":
         arguments["config"] = case.config(num_experts=case.E + 1)
+    elif how == "expanded":
+        arguments["config"] = case.config(block_scaled=dist_moe.BlockScaledConfig())
+        registry.expands_operands = lambda *_: wrong
     elif wrong and how == "name":
         taken = create_context(group=dist_moe.World.virtual(1), config=case.config(), name="it")
         arguments["name"] = "it"
@@ -52,6 +55,7 @@ def _create(rank, group, case, how):
     error = error_of(create_context, **arguments)
     seconds = time.monotonic() - start
     create_module._local_rank, dist_moe.symm._create_file, dist_moe.symm._map_file = original
+    registry.expands_operands = expands_operands
     if taken is not None:
         taken.close()
     left = _leftovers()
@@ -95,6 +99,13 @@ def create(W, how):
 def test_configurations_that_differ_are_refused_on_all_ranks(W, field, of_0, of_last):
     for error in create(W, field):
         words = rf"differ in {field}: rank 0 has {of_0}, rank {W - 1} has {of_last}"
+        assert_error(error, dist_moe.RankMismatchError, words)
+
+
+def test_gpus_that_multiply_in_different_ways_do_not_train_together():
+    """What a layer keeps in a slot has another size on each, and all have to decide alike."""
+    for error in create(2, "expanded"):
+        words = "differ in expanded operands: rank 0 has False, rank 1 has True"
         assert_error(error, dist_moe.RankMismatchError, words)
 
 

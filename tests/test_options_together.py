@@ -5,17 +5,24 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dist_moe import BlockScaledConfig, ExecutionOptions, RMSNormPostprocess, create_context
+from dist_moe import ExecutionOptions, RMSNormPostprocess, create_context
 from dist_moe.path_oracle import Case
 from dist_moe.symm import World
 from dist_moe.virtual import routed_experts as virtual_experts
 from dist_moe.virtual import run_virtual
 
-from .wgrad_layer import BF16, FP32, NAMES, D, Layer, assert_equal, context_of, rounded_sum
+from .path_cases import expand_columns
+from .wgrad_layer import BF16, FP32, NAMES, PRECISIONS, D, Layer, assert_equal, context_of, rounded_sum
 
-SCALED = {"bf16": None, "mxfp8": BlockScaledConfig()}
-PRECISIONS = pytest.mark.parametrize("precision", SCALED)
+SCALED = {name: block_scaled for name, (block_scaled, _) in PRECISIONS.items()}
+EACH_PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 POSTS = pytest.mark.parametrize("behind", ["norm", "observed", "callable"])
+
+
+@pytest.fixture(autouse=True)
+def _columns(request, monkeypatch):
+    """As the precision of a test says."""
+    expand_columns(monkeypatch, PRECISIONS[request.getfixturevalue("precision")][1])
 
 
 def post_of(behind: str):
@@ -56,7 +63,7 @@ def counts(precision: str) -> torch.Tensor:
     return stats
 
 
-@PRECISIONS
+@EACH_PRECISION
 @POSTS
 @pytest.mark.parametrize("where", ["in place", "destination", "postprocess"])
 @pytest.mark.parametrize("call", ["plain", "checkpoint"])
@@ -95,7 +102,7 @@ def test_each_does_in_company_what_it_does_alone(call, where, behind, precision)
         assert_equal(layer.grads(), grads_wanted)
 
 
-@PRECISIONS
+@EACH_PRECISION
 @POSTS
 def test_evaluation(behind, precision):
     (wanted, _), (post, _) = alone(behind, precision), post_of(behind)
@@ -117,7 +124,7 @@ def test_evaluation(behind, precision):
     assert len(made) == 2 and torch.equal(stats, counts(precision)) and layer.grads() == (None, None)
 
 
-@PRECISIONS
+@EACH_PRECISION
 def test_a_split_backward_behind_a_norm_adds_in_place(precision):
     wanted, grads = alone("norm", precision)
     layer, (post, weight) = Layer(), post_of("norm")
@@ -133,7 +140,7 @@ def test_a_split_backward_behind_a_norm_adds_in_place(precision):
     assert_equal(layer.grads(), rounded_sum(previous, grads))
 
 
-@PRECISIONS
+@EACH_PRECISION
 @POSTS
 def test_virtual_ranks(behind, precision):
     """One options object for all ranks, de-duplicated but for the postprocess."""
@@ -163,7 +170,7 @@ def test_virtual_ranks(behind, precision):
 
 
 @pytest.mark.parametrize("needs_norm_weight", [True, False])
-@PRECISIONS
+@EACH_PRECISION
 def test_accumulating_ops_with_a_norm_pass_opcheck(precision, needs_norm_weight):
     layer, norm = Layer(), (torch.rand(D).bfloat16(), [1e-6, 1.0, 0.0, 0.0, 1.0])
     weights = (layer.w13.detach(), layer.w2.detach())

@@ -19,7 +19,16 @@ from dist_moe.path_oracle import FORWARD_ONLY, dense_scaled, forward_only, prepa
 from dist_moe.planner import dedup, output_columns, plan_memory, stage_columns
 from dist_moe.virtual import RankResults
 
-from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of, slots_of
+from .path_cases import (
+    CASES,
+    Case,
+    assert_results_close,
+    assert_results_equal,
+    dense,
+    expand_columns,
+    padded_rows_of,
+    slots_of,
+)
 from .rank_calls import on_ranks, run_rank
 from .test_path import BACKENDS, device_of, run
 
@@ -71,12 +80,20 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
     assert_results_close(results, expected, "path" if backend == "reference" else "scaled_path")
 
 
+@pytest.fixture(params=[False, True], ids=["codes", "expanded"])
+def expanded(request, monkeypatch) -> bool:
+    """Whether Contexts for training expand columns, whatever the device."""
+    expand_columns(monkeypatch, request.param)
+    return request.param
+
+
 def test_the_staged_case_goes_in_two_passes():
-    assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED)) < STAGED.D
+    for expanded in (False, True):
+        assert dedup(config_of(STAGED), STAGED.W) and stage_columns(config_of(STAGED), expanded=expanded) < STAGED.D
 
 
 @each_case
-def test_training_against_the_layer_with_quantised_operands(case, backend):
+def test_training_against_the_layer_with_quantised_operands(case, backend, expanded):
     inputs = case.inputs()
     assert_close_to_scaled(run(config_of(case), inputs, backend), dense_scaled(case, inputs), backend)
 
@@ -85,7 +102,7 @@ GROUPS = (0, 1, 7, 8, 9, 127, 128, 129)
 
 
 @on_both
-def test_groups_of_every_size(backend):
+def test_groups_of_every_size(backend, expanded):
     """Rows of the experts around blocks, atoms and tiles."""
     case = Case("groups", W=1, T=sum(GROUPS), D=64, F=32, K=1, E=len(GROUPS))
     ids = torch.repeat_interleave(torch.arange(case.E), torch.tensor(GROUPS))
@@ -132,7 +149,7 @@ def test_wide_outputs_in_passes_have_the_bits_of_one_pass(backend, block_scaled,
 
 
 @on_both
-def test_a_broken_token_without_weight_reaches_nobody(backend):
+def test_a_broken_token_without_weight_reaches_nobody(backend, expanded):
     """x of NaN and Inf behind a score of 0: quantised as zeros, in training and on the wire."""
     case = Case("broken", routing="balanced", D=64, F=32)
     inputs = case.inputs()
@@ -164,10 +181,12 @@ def test_more_rows_than_fit_are_counted_with_their_padding():
 
 @pytest.mark.parametrize("case", [Case("per route", K=2, E=4), STAGED], ids=str)
 @on_both
-def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
+def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend, expanded):
     case = replace(case, routing="zipf(1.0)")
     inputs, device = case.inputs(), device_of(backend)
-    first, *others = [run(config_of(case, **slot), inputs, backend) for slot in slots_of(case, MXFP8).values()]
+    first, *others = [
+        run(config_of(case, **slot), inputs, backend) for slot in slots_of(case, MXFP8, expanded=expanded).values()
+    ]
     again = run(config_of(case), inputs, backend)
     ready = run(config_of(case), prepared(inputs, config_of(case), device=device), backend)
     for other in (*others, again, ready):
@@ -176,6 +195,23 @@ def test_saved_and_recomputed_and_prepared_and_no_grad_are_equal(case, backend):
     outs = run(config_of(case), forward_only(inputs), backend)
     for rank, (out, want) in enumerate(zip(outs, first, strict=True)):
         assert torch.equal(out.out_TD, want.out_TD), rank
+
+
+@pytest.mark.parametrize("wgrad", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("case", [Case("per route", K=2, E=4), NARROW, STAGED], ids=str)
+def test_expanded_columns_change_no_bits(case, wgrad, monkeypatch):
+    """They hold exactly what codes and scales stand for; all else is computed as before."""
+    case = replace(case, routing="zipf(1.0)", wgrad=wgrad)
+    results = {}
+    for expanded in (False, True):
+        expand_columns(monkeypatch, expanded)
+        assert plan_memory(config_of(case), case.W, device="cpu").expanded == expanded
+        results[expanded] = [
+            run(config_of(case, **slot), case.inputs(), "reference")
+            for slot in slots_of(case, MXFP8, expanded=expanded).values()
+        ]
+    for found, want in zip(results[True], results[False], strict=True):
+        assert_results_equal(found, want)
 
 
 @on_both

@@ -5,32 +5,42 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dist_moe import BlockScaledConfig, ExecutionOptions, PeerAbortedError, create_context, routed_experts
+from dist_moe import ExecutionOptions, PeerAbortedError, create_context, routed_experts
 from dist_moe.path_oracle import on_device
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, run_virtual
 from dist_moe.virtual import routed_experts as virtual_experts
 
 from .fault_cases import error_of
-from .path_cases import Case
+from .path_cases import Case, expand_columns
 from .rank_calls import on_ranks, run_rank
 from .test_path import device_of
+from .wgrad_layer import PRECISIONS
 
 IN_PLACE = ExecutionOptions(inplace_wgrad_accum=True)
 NAMES = ("w13_L2FD", "w2_LDF")
 CASE = Case("one rank without rows", W=3, T=6, D=64, F=32, K=2, E=6, routing="one_rank", wgrad=None)
 PAIR = Case("pair", T=6, D=64, F=32, E=4, wgrad=None)
-SCALED = {"bf16": None, "mxfp8": BlockScaledConfig()}
+SCALED = {name: block_scaled for name, (block_scaled, _) in PRECISIONS.items()}
 
 everywhere = pytest.mark.parametrize(
     "precision, backend",
     [
         ("bf16", "reference"),
         ("mxfp8", "reference"),
+        ("mxfp8 expanded", "reference"),
         ("bf16", "triton"),
         pytest.param("mxfp8", "triton", marks=pytest.mark.gpu),
+        pytest.param("mxfp8 expanded", "triton", marks=pytest.mark.gpu),
     ],
 )
+
+
+@pytest.fixture(autouse=True)
+def _columns(request, monkeypatch):
+    """As the precision of a test says."""
+    if "precision" in request.fixturenames:
+        expand_columns(monkeypatch, PRECISIONS[request.getfixturevalue("precision")][1])
 
 
 def seeded(shape, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -143,7 +153,7 @@ def _accumulate(rank, group, case, precision):
         return [[getattr(exact, f"grad_{name}"), getattr(inputs, name).grad] for name in NAMES]
 
 
-@pytest.mark.parametrize("precision", SCALED)
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_processes_accumulate_at_stable_addresses_with_one_rounding_a_step(precision):
     for pairs in on_ranks(2, _accumulate, PAIR, precision):
         for grad, found in pairs:

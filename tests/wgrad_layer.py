@@ -2,12 +2,18 @@
 
 import torch
 
-from dist_moe import Config, create_context, routed_experts
+from dist_moe import BlockScaledConfig, Config, create_context, routed_experts
 
 T, D, F, K, E = 8, 64, 32, 2, 4
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"w13": (E, 2 * F, D), "w2": (E, D, F)}
 NAMES = ("w13", "w2")
+# (of a Config, whether its columns are expanded)
+PRECISIONS = {
+    "bf16": (None, False),
+    "mxfp8": (BlockScaledConfig(), False),
+    "mxfp8 expanded": (BlockScaledConfig(), True),
+}
 
 
 def context_of(wgrad_dtype=None, block_scaled=None, device="cpu", backend="reference", **changes):

@@ -39,7 +39,7 @@ from .path_oracle import (
     prepared,
 )
 from .quantized import Bundle, Quantized
-from .reference_formats import expand_rows
+from .reference_formats import dequantize_columns, expand_rows
 from .shapes import Activation
 from .symm import World
 from .virtual import RankInputs, RankResults, run_virtual
@@ -166,14 +166,15 @@ def _operands(ops: OpChecks, format: Format, device: torch.device, backend: str 
     followed = SimpleNamespace(**{op: registry.function(impl) for op, impl in chosen.items()})
     ops.follow(followed, {op: impl.backend for op, impl in chosen.items()}, format.name)
     try:
-        _multiply(followed, format, device, chosen["grouped_gemm_scaled"].expanded)
+        expands_rows, expands_columns = (chosen[f"grouped_gemm_scaled{op}"].expanded for op in ("", "_wgrad"))
+        _multiply(followed, format, device, expands_rows, expands_columns)
     except OpRaised:
         pass  # its record says so
     except Exception as error:  # of whatever kind, as where a kernel has broken the CUDA context
         yield Row("operands", "", format.name, f"{type(error).__name__}: {error}", FAIL)
 
 
-def _multiply(ops: SimpleNamespace, format: Format, device: torch.device, expanded: bool) -> None:
+def _multiply(ops: SimpleNamespace, format: Format, device: torch.device, expands_rows, expands_columns) -> None:
     g, N, K = torch.Generator().manual_seed(0), 96, 160
     counts = torch.tensor(GROUPS)
     ends = (-(-counts // 128) * 128).cumsum(0)
@@ -200,12 +201,15 @@ def _multiply(ops: SimpleNamespace, format: Format, device: torch.device, expand
         return bundle(found)._replace(values=values.to(device), scales=None, scales_start_1=None)
 
     def columns(v: Tensor) -> Bundle:
-        return bundle(ops.quantize_columns(v, format=format, blocked=True, **experts))
+        found = ops.quantize_columns(v, format=format, blocked=True, **experts)
+        if expands_columns:
+            return Bundle(dequantize_columns(found, format=format, blocked=True).to(format.expanded_dtype), zero_1)
+        return bundle(found)
 
     square, how = format.values_per_byte == 1, {"format": format, "stop_1": zero_1}
     weight = ops.quantize_weights(w, format=format, square=square)
     scales = {"w_outer_inv_L": weight.outer_inv_G, "square": square}
-    operands = ((expanded_rows if expanded else rows)(x), weight.values, weight.scales)
+    operands = ((expanded_rows if expands_rows else rows)(x), weight.values, weight.scales)
     for size in ROWS_PER_EXPERT:
         out = (torch.zeros_like(dy), zero_1)
         ops.grouped_gemm_scaled(*operands, *out, *tables, **how, **scales, rows_per_expert=size)

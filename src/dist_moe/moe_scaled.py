@@ -24,7 +24,9 @@ def _rows(path: Path, r: LocalRank, words: tuple[Tensor, ...], word: int, width:
     return Bundle(r.values[width], words[word], *scales, *outer)
 
 
-def _columns(r: LocalRank, words: tuple[Tensor, ...], word: int, width: int) -> Bundle:
+def _columns(path: Path, r: LocalRank, words: tuple[Tensor, ...], word: int, width: int) -> Bundle:
+    if path.geometry.expanded:
+        return Bundle(r.rows[width], words[word])
     return Bundle(r.values[width], words[word], r.scales, words[word + 1])
 
 
@@ -98,7 +100,7 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
             0,
             r.stop_1,
             rows=x_rows,
-            columns=_columns(r, words, shapes.PLACE_X_COLUMNS, D),
+            columns=_columns(path, r, words, shapes.PLACE_X_COLUMNS, D),
             row_scores_R=row_scores_R,
             rows_stop_1=r.stop_1,
             columns_stop_1=words[shapes.PLACE_SKIP_COLUMNS],
@@ -154,11 +156,11 @@ def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
     g1_rows = _rows(path, r, words, shapes.PLACE_G1_ROWS, 2 * F)
     x_columns = g1_columns = dy_columns = h2_columns = None
     if c.grad_w13_L2FD is not None:
-        x_columns = _columns(r, words, shapes.PLACE_X_COLUMNS, D)
-        g1_columns = _columns(r, words, shapes.PLACE_G1_COLUMNS, 2 * F)
+        x_columns = _columns(path, r, words, shapes.PLACE_X_COLUMNS, D)
+        g1_columns = _columns(path, r, words, shapes.PLACE_G1_COLUMNS, 2 * F)
     if c.grad_w2_LDF is not None:
-        dy_columns = _columns(r, words, shapes.PLACE_DY_COLUMNS, D)
-        h2_columns = _columns(r, words, shapes.PLACE_H2_COLUMNS, F)
+        dy_columns = _columns(path, r, words, shapes.PLACE_DY_COLUMNS, D)
+        h2_columns = _columns(path, r, words, shapes.PLACE_H2_COLUMNS, F)
 
     scores = {"row_scores_R": row_scores_R}
     stops = {"rows_stop_1": skip_h1, "columns_stop_1": skip_x}

@@ -6,7 +6,14 @@ from torch import Tensor
 from . import shapes
 from .formats import SCALE_ATOM, Format
 from .quantized import Bundle, Quantized
-from .reference_formats import expand_rows, from_blocked, quantize_columns, quantize_rows, to_blocked
+from .reference_formats import (
+    dequantize_columns,
+    expand_rows,
+    from_blocked,
+    quantize_columns,
+    quantize_rows,
+    to_blocked,
+)
 from .shapes import align
 
 
@@ -77,7 +84,8 @@ def put_rows(bundle: Bundle, v_RC: Tensor, real_R: Tensor, format: Format, first
 def put_columns(bundle: Bundle | None, v_RC: Tensor, real_R: Tensor, format: Format, first: int = 0) -> None:
     """Quantise columns into columns first .. first + C of a bundle, if there is one; rows of padding are zeros.
 
-    Experts begin at multiples of 128, so that the rows may count as those of one.
+    Expanded, they are multiplied out again. Experts begin at multiples of 128, so that the rows may count as those of
+    one.
     """
     R, C = v_RC.shape
     if bundle is None or R == 0:
@@ -86,6 +94,10 @@ def put_columns(bundle: Bundle | None, v_RC: Tensor, real_R: Tensor, format: For
     v = torch.where(real_R[:, None], v_RC, 0.0)
     found = quantize_columns(v, format=format, blocked=True, row_start_P=ends, num_rows_L=ends[1:])
     start = int(bundle.start_1[0])
+    if bundle.expanded:
+        expanded = dequantize_columns(found, format=format, blocked=True)
+        bundle.values[start : start + R, first : first + C] = expanded.to(bundle.values.dtype)
+        return
     bundle.values.view(torch.uint8)[start : start + R, first : first + C] = found.values.view(torch.uint8)
     scales = found.scales.view(torch.uint8).flatten()
     start = int(bundle.scales_start_1[0]) + first * (R // format.block)  # the atoms of a window lie together

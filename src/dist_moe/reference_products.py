@@ -45,8 +45,10 @@ def rows_operand(bundle: Bundle, rows: slice, format: Format) -> Tensor:
 
 
 def columns_operand(bundle: Bundle, rows: slice, rows_end: int, format: Format) -> Tensor:
-    """FP64 [C, rows] of an operand with blocks along its columns."""
+    """FP64 [C, rows] of an operand with blocks along its columns, or of an expanded one."""
     start = int(bundle.start_1[0])
+    if bundle.expanded:
+        return bundle.values[start + rows.start : start + rows.stop].T.double()
     codes = bundle.values.view(torch.uint8)[start + rows.start : start + rows.stop].T
     C, S, first = len(codes), rows_end // format.block, rows.start // format.block
     natural = from_blocked(_scale_bytes(bundle, 0, *padded_scales(C, S)), C, S)[0]
@@ -137,7 +139,7 @@ def grouped_gemm_scaled_wgrad(
 ) -> None:
     """out[e] = dy_e.T @ x_e over the expert's real rows, rounded once; added in FP32 to what is there if accumulating.
 
-    Args:    dy, x: Bundles of columns, as quantize_columns(blocked=True) makes them.
+    Args:    dy, x: Bundles of columns, as quantize_columns(blocked=True) makes them, or both expanded.
              out_LNK: bf16 or fp32, contiguous; an expert without rows gets zeros, or keeps its own when accumulating.
     Raises:  ValueError for other dtypes, layouts or widths, and for formats with two values in a byte.
     """

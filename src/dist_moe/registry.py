@@ -199,8 +199,14 @@ IMPLS = (
         for op, file, format in (
             ("grouped_gemm_scaled", "scaled_hopper", MXFP8_E4M3),
             ("grouped_gemm_scaled_dgrad", "scaled_hopper", MXFP8_E4M3),
-            ("grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper", MXFP8_E4M3),
         )
+    ),
+    Impl(
+        "grouped_gemm_scaled_wgrad",
+        "gluon",
+        "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_scaled_wgrad",
+        needs_hopper_and(MXFP8_E4M3),
+        expanded=True,
     ),
     *(
         Impl(op, "cute", f"dist_moe.kernels_cute.grouped_gemm:{op}", needs_blackwell_and(*of), _NOT_EXECUTED, True)

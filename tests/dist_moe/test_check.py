@@ -4,12 +4,13 @@ import importlib
 import inspect
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dist_moe import check as self_test
-from dist_moe import cli
+from dist_moe import cli, registry
 from dist_moe.check import FAIL, MODES, NOT_RUN, OK, cases_of, check, passed
 from dist_moe.op_check import ROUNDED
 from dist_moe.quantized import Bundle
@@ -39,7 +40,10 @@ def test_the_reference_against_the_dense_layer():
 
 
 @pytest.mark.interpreter
-def test_every_kernel_against_its_oracle(monkeypatch):
+@pytest.mark.parametrize("expanded", [False, True], ids=["codes", "expanded columns"])
+def test_every_kernel_against_its_oracle(monkeypatch, expanded):
+    impls = [replace(impl, expanded=expanded and impl.op == "grouped_gemm_scaled_wgrad") for impl in IMPLS]
+    monkeypatch.setattr(registry, "IMPLS", tuple(impls))
     monkeypatch.setattr(self_test, "_paths_on_processes", lambda *_: [])
     monkeypatch.setattr(self_test, "cases_of", lambda W, device: cases_of(W, device) if W == 2 else [])
     rows = check(CPU, None, 2)

@@ -85,7 +85,7 @@ NARROW = replace(SERVING, hidden_dim=160, intermediate_dim=32)  # outputs in win
     [
         (SCALED, "grouped_gemm_scaled", "scaled_hopper"),
         (SCALED, "grouped_gemm_scaled_dgrad", "scaled_hopper"),
-        (SCALED, "grouped_gemm_scaled_wgrad", "scaled_wgrad_hopper"),
+        (SCALED, "grouped_gemm_scaled_wgrad", "wgrad_hopper"),
         (SERVING, "grouped_gemm_scaled", "expanded_hopper"),
         (replace(SERVING, block_scaled=SCALED.block_scaled), "grouped_gemm_scaled", "expanded_hopper"),
         (NARROW, "grouped_gemm_scaled", "grouped_gemm_scaled"),
@@ -209,6 +209,7 @@ def test_what_a_device_does_with_operands(monkeypatch, inference):
     """As its chosen product takes them, on a GPU that need not be here; a Context plans what it allocates."""
     op = "grouped_gemm_scaled" if inference else "grouped_gemm_scaled_wgrad"
     config = replace(SCALED, inference=inference)
+    assert plan_memory(config, 2, device="sm_90").expanded
     found = {}
     for expanded in (False, True):
         row = registry.Impl(op, "gluon", "nowhere:at_all", registry.needs_hopper, expanded=expanded)

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tests.pipeline_stages import one_process, select_slots, stages_of
 from torch.distributed.pipelining import schedules
 
-from dist_moe import Config, World, color_activation_slots, create_context, plan_memory, routed_experts
+from dist_moe import (
+    BlockScaledConfig,
+    Config,
+    World,
+    color_activation_slots,
+    create_context,
+    plan_memory,
+    routed_experts,
+)
 from dist_moe.errors import SlotError
 
 INTERLEAVED = "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3".split()  # rank 0 of 2
@@ -72,12 +80,17 @@ def test_the_guide_figure():
         coloring.selection(0, 1)
 
 
-def test_bytes_follow_the_policy_of_the_config():
-    config = replace(GUIDE, activation_slot_capacity_factor=0.5)
-    coloring = color_activation_slots(INTERLEAVED, {0: 2, 2: 1}, config=config, ep_size=16)
+@pytest.mark.parametrize(
+    "block_scaled, device", [(None, None), (BlockScaledConfig(), None), (BlockScaledConfig(), "sm_90")]
+)
+def test_bytes_follow_the_policy_of_the_config_and_the_device(block_scaled, device):
+    config = replace(GUIDE, activation_slot_capacity_factor=0.5, block_scaled=block_scaled)
+    coloring = color_activation_slots(INTERLEAVED, {0: 2, 2: 1}, config=config, ep_size=16, device=device)
     for num_slots, depth, num_bytes in ((4, 3, coloring.microbatch_bytes), (5, 2, coloring.stage_microbatch_bytes)):
         sized = replace(config, num_activation_slots=num_slots, max_moe_layers_per_activation_slot=depth)
-        assert num_bytes == plan_memory(sized, 16).total_activation_bytes
+        assert num_bytes == plan_memory(sized, 16, device=device).total_activation_bytes
+    plans = [plan_memory(config, 16, device=where) for where in (device, None)]
+    assert (plans[0].total_activation_bytes > plans[1].total_activation_bytes) == (device is not None)
 
 
 def test_a_split_backward_holds_its_slot_until_the_weights():

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.path_cases import expand_columns
 from tests.wgrad_layer import (
     BF16,
     FP32,
     NAMES,
+    PRECISIONS,
     SHAPES,
     D,
     E,
@@ -36,9 +38,11 @@ from dist_moe.wgrad import wgrad_dtype
 IN_PLACE = ExecutionOptions(inplace_wgrad_accum=True)
 
 
-@pytest.fixture(params=[None, BlockScaledConfig()], ids=["bf16", "mxfp8"])
-def context(request):
-    with context_of(block_scaled=request.param) as context:
+@pytest.fixture(params=PRECISIONS.values(), ids=PRECISIONS)
+def context(request, monkeypatch):
+    block_scaled, expanded = request.param
+    expand_columns(monkeypatch, expanded)
+    with context_of(block_scaled=block_scaled) as context:
         yield context
 
 

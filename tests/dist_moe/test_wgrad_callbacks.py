@@ -5,10 +5,12 @@ import weakref
 
 import pytest
 import torch
+from tests.path_cases import expand_columns
 from tests.wgrad_layer import (
     BF16,
     FP32,
     NAMES,
+    PRECISIONS,
     SHAPES,
     D,
     E,
@@ -26,9 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from dist_moe import BlockScaledConfig, ExecutionOptions, moe, prepare_block_scaled_weight
 
 
-@pytest.fixture(params=[None, BlockScaledConfig()], ids=["bf16", "mxfp8"])
-def context(request):
-    with context_of(block_scaled=request.param) as context:
+@pytest.fixture(params=PRECISIONS.values(), ids=PRECISIONS)
+def context(request, monkeypatch):
+    block_scaled, expanded = request.param
+    expand_columns(monkeypatch, expanded)
+    with context_of(block_scaled=block_scaled) as context:
         yield context
 
 

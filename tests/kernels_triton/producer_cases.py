@@ -41,8 +41,8 @@ class AlignedRanks(Ranks):
         values = values.view(format.expanded_dtype)
         return codes._replace(values=values, scales=None, scales_start_1=None)
 
-    def bundle(self, format: Format, width: int, columns: bool = False) -> Bundle:
-        """Everything in it is POISON."""
+    def bundle(self, format: Format, width: int, columns: bool = False, expanded: bool = False) -> Bundle:
+        """Everything in it is POISON; only columns are expanded, rows by expanded_rows."""
         R, per_byte = self.capacity, format.values_per_byte
         scales = (width, R // format.block) if columns else (R, width // format.block)
         num_bytes = padded_scales(*scales)[0] * padded_scales(*scales)[1] + SCALES_START + 128
@@ -53,6 +53,8 @@ class AlignedRanks(Ranks):
         def word(value):
             return torch.tensor([value], dtype=torch.int64, device=self.device)
 
+        if columns and expanded:
+            return Bundle(poison(R + 2 * GUARD_ROWS, 2 * width, dtype=format.expanded_dtype), word(GUARD_ROWS))
         outer = (poison(4 * (R + 9), dtype=torch.float32), word(OUTER_START)) if format.two_level else (None, None)
         values = poison(R + 2 * GUARD_ROWS, width // per_byte, dtype=format.value_dtype)
         return Bundle(values, word(GUARD_ROWS), poison(num_bytes, dtype=format.scale_dtype), word(SCALES_START), *outer)
@@ -89,4 +91,5 @@ def assert_equal_bundles(found: Bundle, want: Bundle) -> None:
 
 
 def is_untouched(bundle: Bundle) -> bool:
-    return all(bool((t.view(torch.uint8) == POISON).all()) for t in (bundle.values, bundle.scales))
+    parts = (bundle.values, bundle.scales)
+    return all(bool((t.view(torch.uint8) == POISON).all()) for t in parts if t is not None)

@@ -16,19 +16,33 @@ from tests.kernels_triton.producer_cases import (
 from tests.kernels_triton.row_cases import NAN, same_bits
 from tests.strategies import routings
 
-from dist_moe import reference, reference_producers
+from dist_moe import reference, reference_formats, reference_producers
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from dist_moe.kernels_triton import dispatch_quantize as kernels
+from dist_moe.quantized import Quantized
 from dist_moe.shapes import align
 
+FORMATS_OF = {format.value_dtype: format for format in (MXFP8_E4M3, MXFP8_E5M2)}
 # Where a row is not finite, numpy warns of what is meant to happen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
-def run(op, ranks: AlignedRanks, r: int, format, *, outputs="both", half=0, scaled=False, stops=(0, 0), num_sms=None):
+def run(
+    op,
+    ranks: AlignedRanks,
+    r: int,
+    format,
+    *,
+    outputs="both",
+    half=0,
+    scaled=False,
+    stops=(0, 0),
+    num_sms=None,
+    expanded=False,
+):
     """(rows, columns, row_scores_R) of rank r by one implementation of dispatch_quantize."""
     rows = ranks.bundle(format, ranks.D) if outputs != "columns" else None
-    columns = ranks.bundle(format, ranks.D, columns=True) if outputs != "rows" else None
+    columns = ranks.bundle(format, ranks.D, columns=True, expanded=expanded) if outputs != "rows" else None
     row_scores_R = ranks.row_floats()
     rows_stop_1, columns_stop_1 = (torch.tensor([stop], device=ranks.device) for stop in stops)
     op(
@@ -48,10 +62,12 @@ def run(op, ranks: AlignedRanks, r: int, format, *, outputs="both", half=0, scal
     return rows, columns, row_scores_R
 
 
-def run_received(op, ranks: AlignedRanks, r: int, format, widths, *, outputs="both", half=0, scaled=False):
+def run_received(
+    op, ranks: AlignedRanks, r: int, format, widths, *, outputs="both", half=0, scaled=False, expanded=False
+):
     """The same from staged rows, a window after the other in a buffer as wide as the first; the rest of it is NaN."""
     rows = ranks.bundle(format, ranks.D) if outputs != "columns" else None
-    columns = ranks.bundle(format, ranks.D, columns=True) if outputs != "rows" else None
+    columns = ranks.bundle(format, ranks.D, columns=True, expanded=expanded) if outputs != "rows" else None
     all_XD, row_scores_R = ranks.dispatch(reference.dispatch, r, dedup=False, half=half)
     first = 0
     for width in widths:
@@ -109,6 +125,28 @@ def test_equals_the_oracle(device, routing, W, T, K, L, D, format, outputs, half
         assert_same(run(kernels.dispatch_quantize, ranks, r, format, **options), want)
     for op in (kernels.quantize_received, reference_producers.quantize_received):
         assert_same(run_received(op, ranks, W - 1, format, widths, **options), want)
+    if outputs != "rows":
+        options["expanded"] = True
+        assert_expanded(ranks, W - 1, run(kernels.dispatch_quantize, ranks, W - 1, format, **options), want)
+        assert_expanded(
+            ranks, W - 1, run_received(kernels.quantize_received, ranks, W - 1, format, widths, **options), want
+        )
+        assert_expanded(ranks, W - 1, run(reference_producers.dispatch_quantize, ranks, W - 1, format, **options), want)
+
+
+def assert_expanded(ranks: AlignedRanks, r: int, found, codes) -> None:
+    """Columns hold what the codes stand for, and nothing is written around them; all else has the bits of `codes`."""
+    assert_same((found[0], None, found[2]), (codes[0], None, codes[2]))
+    columns, R = codes[1], ranks.num_rows(r)
+    want = ranks.bundle(FORMATS_OF[columns.values.dtype], ranks.D, columns=True, expanded=True)
+    values = columns.values[GUARD_ROWS : GUARD_ROWS + R].view(torch.uint8).view(columns.values.dtype)
+    scales = columns.scales.view(torch.uint8)[SCALES_START:][: align(ranks.D, 128) * (R // 32)]
+    quantized = Quantized(values, scales, None)
+    if R:
+        format = FORMATS_OF[columns.values.dtype]
+        expanded = reference_formats.dequantize_columns(quantized, format=format, blocked=True)
+        want.values[GUARD_ROWS : GUARD_ROWS + R] = expanded.bfloat16()
+    assert_equal_bundles(found[1], want)
 
 
 @settings(max_examples=6)
@@ -146,20 +184,26 @@ def test_example(device, ops):
     values = columns.values[GUARD_ROWS : GUARD_ROWS + 2].float()
     assert values[:, 0].tolist() == [-240, 28]  # of -1920 and 224
 
+    _, columns, _ = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, expanded=True)
+    values = columns.values[GUARD_ROWS : GUARD_ROWS + 128].float()
+    assert (values[0] == -960).all() and (values[1] == 448).all() and not values[2:].any()
+
 
 @pytest.mark.parametrize("ops", [kernels, reference_producers], ids=["kernel", "oracle"])
-def test_a_stopped_output_is_not_touched(device, ops):
+@pytest.mark.parametrize("expanded", [False, True], ids=["codes", "expanded"])
+def test_a_stopped_output_is_not_touched(device, ops, expanded):
     ranks = aligned_ranks(device, "uniform", W=2, T=5, K=2, L=1, D=32)
-    whole = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3)
+    whole = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, expanded=expanded)
     for stops in ((7, 0), (0, 7)):
-        found = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, stops=stops)
+        found = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, stops=stops, expanded=expanded)
         for bundle, want, stop in zip(found, whole, stops, strict=False):
             assert is_untouched(bundle) if stop else not is_untouched(bundle)
             if not stop:
                 assert_equal_bundles(bundle, want)
         assert same_bits(found[2], whole[2])
     for outputs in ("both", "rows", "columns"):
-        *bundles, row_scores_R = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, outputs=outputs, stops=(7, 7))
+        how = {"outputs": outputs, "stops": (7, 7), "expanded": expanded}
+        *bundles, row_scores_R = run(ops.dispatch_quantize, ranks, 0, MXFP8_E4M3, **how)
         assert all(is_untouched(bundle) for bundle in bundles if bundle is not None)
         assert same_bits(row_scores_R, ranks.row_floats())
 
@@ -217,6 +261,11 @@ def test_refusals(device, ops):
     refuses(r"columns\.values must be .* \[any, 160\]", columns=columns._replace(values=columns.values[:, :128]))
     refuses(r"rows\.scales must be .* \[any\]", rows=rows._replace(scales=rows.scales[None]))
     refuses(r"rows\.outer_inv must be None", rows=rows._replace(outer_inv=ranks.row_floats()))
+    expanded = ranks.bundle(MXFP8_E4M3, 160, columns=True, expanded=True)
+    refuses(r"rows\.values must be contiguous torch\.float8_e4m3fn", rows=expanded)
+    refuses(r"columns\.scales must be None, as expanded", columns=expanded._replace(scales=columns.scales))
+    half = expanded._replace(values=expanded.values.half())
+    refuses(r"columns\.values must be contiguous torch\.bfloat16 \[any, 160\]", columns=half)
 
     staged_XS = torch.zeros(4, 128, dtype=torch.bfloat16, device=device)
     args = {name: value for name, value in args.items() if name not in ("tokens", "scores", "half")}
@@ -243,3 +292,8 @@ def test_many_rows(device, D, half, scaled):
         want = run(reference_producers.dispatch_quantize, ranks, r, MXFP8_E4M3, **options)
         assert_same(run(kernels.dispatch_quantize, ranks, r, MXFP8_E4M3, **options), want)
         assert_same(run_received(kernels.quantize_received, ranks, r, MXFP8_E4M3, windows, **options), want)
+        options["expanded"] = True
+        assert_expanded(ranks, r, run(kernels.dispatch_quantize, ranks, r, MXFP8_E4M3, **options), want)
+        found = run_received(kernels.quantize_received, ranks, r, MXFP8_E4M3, windows, **options)
+        assert_expanded(ranks, r, found, want)
+        options["expanded"] = False

@@ -138,9 +138,15 @@ class Problem:
             outer = place(outer, 8, BAD_SCALE).to(self.device), torch.tensor([2], device=self.device)
         return Bundle(*self._placed(values, scales), *outer)
 
-    def columns_bundle(self, columns) -> Bundle:
+    def columns_bundle(self, columns, expanded: bool = False) -> Bundle:
         """Inside larger buffers; what lies around is bad, from the end of the last expert's padding on."""
         end = int(self.start_P[-1])
+        if expanded:
+            values = oracle.dequantize_columns(columns, format=self.format, blocked=True, rows_end=end)
+            values = values.to(self.format.expanded_dtype)
+            buffer = place(values, 3 * 2 * values.shape[1], BAD_SCALE).to(self.device)
+            assert buffer[:3].isnan().all() and buffer[3 + end :].isnan().all()
+            return Bundle(buffer, torch.tensor([3], device=self.device))
         size = columns.scales.shape[0] * end // self.format.block
         return Bundle(*self._placed(columns.values[:end], columns.scales.flatten()[:size]))
 
@@ -176,7 +182,8 @@ class Problem:
         options |= {"format": self.format, "stop_1": self.stop}
         if kind == "wgrad":
             out = torch.full(self.w.values.shape, float("nan"), device=self.device) if out is None else out
-            operands = [self.columns_bundle(columns) for columns in self.columns]
+            expanded = options.pop("expanded", False)
+            operands = [self.columns_bundle(columns, expanded) for columns in self.columns]
             options.setdefault("accumulate", False)
             module.grouped_gemm_scaled_wgrad(*operands, *self.experts(), out, **options)
             return out
@@ -281,6 +288,30 @@ def test_wgrad_writes_or_adds(config, dtype, accumulate, device):
     assert_close(out[[0, 1, 3]], ref[[0, 1, 3]], "gemm")
     untouched = before[2] if accumulate else torch.zeros_like(before[2])
     assert torch.equal(out[2], untouched) and torch.equal(out[2].signbit(), untouched.signbit())
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [*CASES, RAGGED], ids=[case.edge for case in (*CASES, RAGGED)])
+def test_gradients_of_expanded_columns(case, dtype, accumulate, device):
+    """Those of the codes and scales that they were: their values are BF16 exactly."""
+    problem = Problem(case, MXFP8_E4M3, device)
+    before = torch.randn(problem.w.values.shape, device=device).to(dtype)
+    options = {"accumulate": accumulate, "expanded": True}
+    ref = problem.run(reference, "wgrad", before.clone(), **options)
+    assert torch.equal(ref, problem.run(reference, "wgrad", before.clone(), accumulate=accumulate))
+    assert_gradients(problem.run(gemm, "wgrad", before.clone(), **options), ref, case)
+    problem.stop.fill_(1)
+    assert torch.equal(problem.run(gemm, "wgrad", before.clone(), **options), before)
+
+
+def assert_gradients(out, ref, case: Case) -> None:
+    """Within the bar; equal of experts without rows."""
+    for e, rows in enumerate(case.rows):
+        if rows:
+            assert_close(out[e], ref[e], "gemm")
+        else:
+            assert torch.equal(out[e], ref[e])
 
 
 def test_one_rounding_when_accumulating(device):
@@ -500,6 +531,13 @@ def test_what_is_refused(device):
             module.grouped_gemm_scaled_wgrad(columns, columns, *experts, grad, format=MXFP8_E4M3, **options)
         with pytest.raises(ValueError, match="mxfp4 has no blocks along"):
             module.grouped_gemm_scaled_wgrad(columns, columns, *experts, grad, format=MXFP4, **options)
+        expanded = Bundle(torch.zeros(512, 96, dtype=torch.bfloat16, device=device), zero)
+        options["format"], grad = MXFP8_E4M3, grad.float()
+        with pytest.raises(ValueError, match="dy and x must both be expanded or neither"):
+            module.grouped_gemm_scaled_wgrad(expanded, columns, *experts, grad, **options)
+        with pytest.raises(ValueError, match=r"dy\.scales must be None, as expanded values hold them"):
+            wrong = expanded._replace(scales=columns.scales)
+            module.grouped_gemm_scaled_wgrad(wrong, columns, *experts, grad, **options)
 
 
 def test_the_bar_sees_faults(device):
@@ -674,20 +712,19 @@ def test_hopper_expanded_codes_of_e4m3(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=[case.edge for case in HOPPER_CASES])
 def test_hopper_gradients_equal_the_oracle(case, dtype, accumulate, device):
-    from dist_moe.kernels_triton import scaled_wgrad_hopper
+    from dist_moe.kernels_triton import wgrad_hopper
 
     problem = Problem(case, MXFP8_E4M3, device)
     before = torch.randn(problem.w.values.shape, device=device).to(dtype)
-    ref = problem.run(reference, "wgrad", before.clone(), accumulate=accumulate)
+    options = {"accumulate": accumulate, "expanded": True}
+    ref = problem.run(reference, "wgrad", before.clone(), **options)
     for num_sms in (None, 1):
-        out = problem.run(scaled_wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate, num_sms=num_sms)
-        for e, rows in enumerate(case.rows):
-            if rows:
-                assert_close(out[e], ref[e], "gemm")
-            else:
-                assert torch.equal(out[e], ref[e])
+        out = problem.run(wgrad_hopper, "wgrad", before.clone(), num_sms=num_sms, **options)
+        assert_gradients(out, ref, case)
     problem.stop.fill_(1)
-    assert torch.equal(problem.run(scaled_wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate), before)
+    assert torch.equal(problem.run(wgrad_hopper, "wgrad", before.clone(), **options), before)
+    with pytest.raises(ValueError, match="columns must be expanded here"):
+        problem.run(wgrad_hopper, "wgrad", before.clone(), accumulate=accumulate)
 
 
 def test_choice_of_the_tile_on_hopper():

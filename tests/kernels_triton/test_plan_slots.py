@@ -498,6 +498,16 @@ def test_example_of_scaled_scratch(device):
     assert word(place, "ROW_SCALES") == 79488 and int(planner.kernel.stats_S[shapes.STATS_SCRATCH]) == 47680
 
 
+def test_example_of_scratch_with_expanded_columns(device):
+    g = replace(scaled_geometry(32, 32, slot_bytes=0, expanded=True), total_bytes=80000)
+    planner = Both(device, g, W=1)
+    place = planner.forward([128], save=False)
+    assert words(place, "ROW_SCALES", "H1", "XR", "H2", "G1_ROWS") == [79488, 493, 1844, 1844, 858]
+    assert words(place, "H3", "DY_COLUMNS", "X_COLUMNS", "G1_COLUMNS") == [729, 729, 601, 172]
+    assert words(place, "H2_COLUMNS", "G2") == [216, 216]
+    assert int(planner.kernel.stats_S[shapes.STATS_SCRATCH]) == 66176
+
+
 @settings(max_examples=20)
 @given(rows=st.integers(0, MAX_ROWS), D=st.integers(1, 5), F=st.integers(1, 5), training=st.booleans())
 def test_calls_without_saving(device, rows, D, F, training):

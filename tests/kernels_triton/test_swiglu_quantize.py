@@ -94,8 +94,8 @@ class Problem:
         buffer[self.start : self.start + len(rows)] = rows
         return buffer, torch.tensor([self.start], device=self.device)
 
-    def bundle(self, format, width: int, columns: bool = False) -> Bundle:
-        """Poisoned; values, scales and outer scales begin at three different places."""
+    def bundle(self, format, width: int, columns: bool = False, expanded: bool = False) -> Bundle:
+        """Poisoned; values, scales and outer scales begin at three different places. Only columns are expanded."""
 
         def poisoned(shape, dtype):
             return torch.full(shape, POISON, dtype=torch.uint8, device=self.device).view(dtype)
@@ -104,6 +104,8 @@ class Problem:
             return torch.tensor([value], device=self.device)
 
         R = self.R
+        if columns and expanded:
+            return Bundle(poisoned((R + 9, 2 * width), format.expanded_dtype), start(self.start + 1))
         scales = padded_scales(width, R // 32) if columns else padded_scales(R, width // format.block)
         outer = format.two_level and not columns
         return Bundle(
@@ -121,13 +123,17 @@ class Problem:
         op(*self.put(self.h1), rows, *experts, format=format, activation=activation, stop_1=self.stop, **options)
         return rows
 
-    def backward(self, op, activation, format, columns=(True, True), **options):
-        """(g1 by rows, g1 by columns, h2 by columns, score gradients)"""
-        bundles = {
+    def backward_bundles(self, format, columns=(True, True), expanded=False) -> dict[str, Bundle | None]:
+        how = {"columns": True, "expanded": expanded}
+        return {
             "g1_rows": self.bundle(format, 2 * self.F),
-            "g1_columns": self.bundle(format, 2 * self.F, columns=True) if columns[0] else None,
-            "h2_columns": self.bundle(format, self.F, columns=True) if columns[1] else None,
+            "g1_columns": self.bundle(format, 2 * self.F, **how) if columns[0] else None,
+            "h2_columns": self.bundle(format, self.F, **how) if columns[1] else None,
         }
+
+    def backward(self, op, activation, format, columns=(True, True), expanded=False, **options):
+        """(g1 by rows, g1 by columns, h2 by columns, score gradients)"""
+        bundles = self.backward_bundles(format, columns, expanded)
         score_grads = torch.full_like(self.scores, NAN)
         sources = (*self.put(self.h1), *self.put(self.g2), self.scores, score_grads, self.start_P, self.row_to_slot)
         op(*sources, format=format, **bundles, activation=activation, stop_1=self.stop, **options)
@@ -184,18 +190,14 @@ def assert_forward_bits(problem: Problem, activation, format, **options) -> None
     assert_same_bits(problem.forward(kernels.swiglu_quantize, activation, format, **options), want)
 
 
-def assert_backward_bits(problem: Problem, activation, format, columns=(True, True), **options) -> None:
+def assert_backward_bits(problem: Problem, activation, format, columns=(True, True), expanded=False, **options) -> None:
     h2, g1 = problem.fp32(activation)
     real = problem.real.to(problem.device)
-    want = (
-        problem.bundle(format, 2 * problem.F),
-        problem.bundle(format, 2 * problem.F, columns=True) if columns[0] else None,
-        problem.bundle(format, problem.F, columns=True) if columns[1] else None,
-    )
+    want = tuple(problem.backward_bundles(format, columns, expanded).values())
     put_rows(want[0], g1, real, format)
     put_columns(want[1], g1, real, format)
     put_columns(want[2], h2, real, format)
-    found = problem.backward(kernels.swiglu_backward_quantize, activation, format, columns, **options)
+    found = problem.backward(kernels.swiglu_backward_quantize, activation, format, columns, expanded, **options)
     for name, a, b in zip(("g1_rows", "g1_columns", "h2_columns"), found, want, strict=False):
         assert (a is None) == (b is None)
         if b is not None:
@@ -233,9 +235,28 @@ def test_forward_has_the_bits_of_the_quantiser(counts, F, edge, format, device):
 
 
 @EACH_CASE
-def test_backward_has_the_bits_of_the_quantisers(counts, F, edge, device):
+@pytest.mark.parametrize("expanded", [False, True], ids=["codes", "expanded"])
+def test_backward_has_the_bits_of_the_quantisers(counts, F, edge, expanded, device):
     format = MXFP8_E5M2 if F == 32 else MXFP8_E4M3
-    assert_backward_bits(Problem(counts, F, device), CLAMPED if F == 96 else PLAIN, format)
+    assert_backward_bits(Problem(counts, F, device), CLAMPED if F == 96 else PLAIN, format, expanded=expanded)
+
+
+def test_expanded_columns_of_h2_over_g2(device):
+    """The bits of where they lie apart; rows of padding become zeros there too."""
+    problem = Problem((33, 0, 130), 96, device)
+    options = {"format": MXFP8_E4M3, "activation": PLAIN, "stop_1": problem.stop}
+    want = problem.backward(kernels.swiglu_backward_quantize, PLAIN, MXFP8_E4M3, expanded=True)
+    g2, start_1 = problem.put(problem.g2)
+    bundles = problem.backward_bundles(MXFP8_E4M3, expanded=True) | {"h2_columns": Bundle(g2, start_1)}
+    grads = torch.full_like(problem.scores, NAN)
+    sources = (*problem.put(problem.h1), g2, start_1, problem.scores, grads, problem.start_P, problem.row_to_slot)
+    kernels.swiglu_backward_quantize(*sources, **bundles, **options)
+    assert_same_bits(bundles["g1_rows"], want[0])
+    assert_same_bits(bundles["g1_columns"], want[1])
+    first = int(want[2].start_1[0])
+    assert torch.equal(g2[problem.start :][: problem.R], want[2].values[first:][: problem.R]) and g2.any()
+    assert g2[: problem.start].isnan().all() and g2[problem.start + problem.R :].isnan().all()
+    assert_same_bits([grads], [want[3]])
 
 
 def test_columns_of_g1_over_g2(device):
@@ -276,7 +297,8 @@ def test_outer_scales_are_of_whole_rows(F, config, device):
 
 @pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True)], ids=["none", "g1", "h2"])
 def test_columns_that_are_not_wanted(columns, device):
-    assert_backward_bits(Problem((33,), 32, device), PLAIN, MXFP8_E4M3, columns)
+    for expanded in (False, True):
+        assert_backward_bits(Problem((33,), 32, device), PLAIN, MXFP8_E4M3, columns, expanded)
 
 
 @settings(max_examples=4)
@@ -302,6 +324,7 @@ def test_what_is_not_finite_stays_in_its_block_or_row(format, device):
     if format.values_per_byte == 1:
         problem.g2[3, 9] = -INF
         assert_backward_bits(problem, PLAIN, format)
+        assert_backward_bits(problem, PLAIN, format, expanded=True)
 
 
 @pytest.mark.parametrize("format", (MXFP8_E4M3, NVFP4), ids=lambda f: f.name)
@@ -473,4 +496,5 @@ def test_real_sizes(activation, format, device):
     assert_forward_bits(problem, activation, format)
     if format.values_per_byte == 1:
         assert_backward_bits(problem, activation, format)
+        assert_backward_bits(problem, activation, format, expanded=True)
     assert_near_the_oracle(problem, activation, format)

@@ -16,7 +16,7 @@ WORDS = ("start_ptr", "scales_start_ptr", "stop_ptr")
 WORDS = ("staged_start_ptr", "num_rows_ptr", *(f"{of}_{word}" for of in ("rows", "columns") for word in WORDS))
 
 
-def case(format, outputs: tuple[str, ...], half: int | None, scaled: bool, D: int) -> Case:
+def case(format, outputs: tuple[str, ...], half: int | None, scaled: bool, D: int, expanded: bool = False) -> Case:
     absent = dict.fromkeys(STAGED if half is not None else PULLED)
     types = {**(PULLED if half is not None else STAGED), **TABLES, **dict.fromkeys(SIZES, "i32")}
     for of in ("rows", "columns"):
@@ -25,6 +25,10 @@ def case(format, outputs: tuple[str, ...], half: int | None, scaled: bool, D: in
             types |= parts
         else:
             absent |= dict.fromkeys(parts)
+    if expanded:
+        types["columns_values_ptr"] = "*bf16"
+        scales = ("columns_scales_ptr", "columns_scales_start_ptr")
+        absent |= dict.fromkeys(name for name in scales if types.pop(name))
     tile = pick_tile(format, D)
     source = "staged" if half is None else f"half {half}"
     return Case(
@@ -40,12 +44,13 @@ def case(format, outputs: tuple[str, ...], half: int | None, scaled: bool, D: in
             "BLOCK_D": tile.block_d,
             "CHUNKS": CHUNKS,
         },
-        name=f"{format.name} {' and '.join(outputs)} {source}{' scaled' if scaled else ''} D {D}",
+        name=f"{format.name} {' and '.join(outputs)} {source}{' scaled' if scaled else ''} D {D}"
+        + " expanded" * expanded,
         num_warps=tile.num_warps,
         options=tile.options | {"enable_fp_fusion": False},
         aligned=("pitch", "first", "width", "D"),
-        unaligned=WORDS,
-        expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ())),
+        unaligned=tuple(word for word in WORDS if word not in absent),
+        expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ()), *(("st.global.v4.b32",) if expanded else ())),
         forbid=("ld.global.b16", "ld.global.v2.b32", "fma.rn.f32"),
     )
 
@@ -54,5 +59,9 @@ CASES = (
     case(MXFP8_E4M3, ("rows", "columns"), 0, False, 7168),
     case(MXFP8_E4M3, ("rows", "columns"), 1, True, 2880),
     case(MXFP8_E4M3, ("rows", "columns"), None, True, 7168),
+    case(MXFP8_E4M3, ("rows", "columns"), 0, False, 7168, expanded=True),
+    case(MXFP8_E4M3, ("columns",), 0, False, 7168, expanded=True),
+    case(MXFP8_E4M3, ("rows", "columns"), 1, True, 2880, expanded=True),
+    case(MXFP8_E4M3, ("rows", "columns"), None, True, 7168, expanded=True),
     case(MXFP4, ("rows",), 0, False, 7168),
 )

@@ -67,7 +67,7 @@ def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048) -> Ca
     )
 
 
-def backward(format, clamped: bool, columns: bool = True, fast_math: bool = False) -> Case:
+def backward(format, clamped: bool, columns: bool = True, fast_math: bool = False, expanded: bool = False) -> Case:
     column_parts = [
         f"{matrix}_{part}{start}_ptr"
         for matrix in ("g1", "h2")
@@ -75,24 +75,27 @@ def backward(format, clamped: bool, columns: bool = True, fast_math: bool = Fals
         for start in ("", "_start")
     ]
     names = ["g1_rows_ptr", "g1_rows_start_ptr", "g1_row_scales_ptr", "g1_row_scales_start_ptr"]
-    names += column_parts if columns else []
+    absent = [name for name in column_parts if not columns or (expanded and "scales" in name)]
+    names += [name for name in column_parts if name not in absent]
     pointers = {"g2_ptr": "*bf16", "score_ptr": "*fp32", "score_grad_ptr": "*fp32"}
     starts = ("g2_start_ptr", *(name for name in names if "start" in name))
     return case(
         "_swiglu_backward_quantize",
         BACKWARD,
-        pointers | {name: "*u8" for name in names if "start" not in name},
+        pointers
+        | {name: "*bf16" if expanded and "columns" in name else "*u8" for name in names if "start" not in name},
         starts,
         ("row_to_slot_ptr",),
         {
-            **({} if columns else dict.fromkeys(column_parts)),
+            **dict.fromkeys(absent),
             **format_options(format),
             "CLAMPED": clamped,
         },
         fast_math,
-        name=f"{format.name}{' clamped' if clamped else ''}{'' if columns else ' rows'}{' fast' if fast_math else ''}",
+        name=f"{format.name}{' clamped' if clamped else ''}{'' if columns else ' rows'}{' fast' if fast_math else ''}"
+        + " expanded" * expanded,
         unaligned=("h1_start_ptr", *starts, "row_to_slot_ptr", "num_rows_ptr", "stop_ptr"),
-        expect=("ld.global.v4.b32", *CONVERSIONS[format]),
+        expect=("ld.global.v4.b32", *CONVERSIONS[format], *(("st.global.v4.b32",) if expanded else ())),
     )
 
 
@@ -103,5 +106,7 @@ CASES = (
     *(forward(NVFP4, clamped=True, F=F) for F in (96, 768, 1536, 2880, 8192, 14336)),
     backward(MXFP8_E4M3, clamped=True),
     backward(MXFP8_E4M3, clamped=False, fast_math=True),
+    backward(MXFP8_E4M3, clamped=True, expanded=True),
+    backward(MXFP8_E4M3, clamped=False, fast_math=True, expanded=True),
     backward(MXFP8_E5M2, clamped=False, columns=False),
 )

@@ -12,7 +12,7 @@ def desc(dtype: torch.dtype, *block: int) -> str:
     return f"tensordesc<{NAMES[dtype]}{list(block)},{shared_layout(dtype, *block)!r}>"
 
 
-def case(dtype: torch.dtype, accumulate: bool) -> Case:
+def case(dtype: torch.dtype, accumulate: bool, expanded: bool = False) -> Case:
     config = CONFIGS[dtype]
     return Case(
         "wgrad_hopper:_wgrad_kernel",
@@ -23,16 +23,23 @@ def case(dtype: torch.dtype, accumulate: bool) -> Case:
             "x_start_ptr": "*i64",
             "out_desc": desc(dtype, 1, config.block_m, config.block_n),
             "row_start_ptr": "*i32",
+            **({"num_rows_ptr": "*i32"} if expanded else {}),
             "stop_ptr": "*i64",
             "L": "i32",
             "N": "i32",
             "K": "i32",
         },
-        {"ACCUMULATE": accumulate, "STAGES": config.num_stages, "GROUP_M": GROUP_M},
-        name=f"{config.block_m}x{config.block_n}-{NAMES[dtype]}-{'accumulate' if accumulate else 'overwrite'}",
+        {
+            **({} if expanded else {"num_rows_ptr": None}),
+            "ACCUMULATE": accumulate,
+            "STAGES": config.num_stages,
+            "GROUP_M": GROUP_M,
+        },
+        name=f"{config.block_m}x{config.block_n}-{NAMES[dtype]}-{'accumulate' if accumulate else 'overwrite'}"
+        + "-expanded" * expanded,
         num_warps=config.num_warps,
         aligned=("N", "K"),
-        unaligned=("dy_start_ptr", "x_start_ptr", "stop_ptr"),
+        unaligned=("dy_start_ptr", "x_start_ptr", *(("num_rows_ptr",) if expanded else ()), "stop_ptr"),
         expect=(
             "cp.async.bulk.tensor.2d.shared::",
             "cp.async.bulk.tensor.3d.global.shared::cta",
@@ -43,4 +50,6 @@ def case(dtype: torch.dtype, accumulate: bool) -> Case:
     )
 
 
-CASES = tuple(case(dtype, accumulate) for dtype in CONFIGS for accumulate in (False, True))
+CASES = tuple(
+    case(dtype, accumulate, expanded) for dtype in CONFIGS for accumulate in (False, True) for expanded in (False, True)
+)
