@@ -321,9 +321,11 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         elif c.returns_routes:
             _take_routes(r, c.out_TD)
         else:
-            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup)
-        outs = [c.out_TD] if c.clip_stats_3 is None else [c.out_TD, c.clip_stats_3]
-        ops.finish(r.fault_F, r.host_fault_F, outs)
+            faults = {"fault_F": r.fault_F, "host_fault_F": r.host_fault_F}  # it ends the call as finish does
+            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup, **faults)
+        others = [c.out_TD if c.by_route else None, c.clip_stats_3]
+        if outs := [out for out in others if out is not None]:
+            ops.finish(r.fault_F, r.host_fault_F, outs)
 
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -431,7 +433,7 @@ def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
     out_TKD.copy_(r.outputs.own[:T]).masked_fill_((r.ids.own[:T] < 0)[..., None], 0.0)
 
 
-def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool) -> None:
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool, **faults: Tensor) -> None:
     path.ops.reduce(
         out_TD,
         outputs=r.pair_outputs if dedup else r.outputs,
@@ -442,6 +444,7 @@ def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bo
         rank=r.rank,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        **faults,
     )
 
 

@@ -383,12 +383,17 @@ def _scatter(rows: Tensor, target: Tensor, peers: list[Tensor], stride: int) -> 
         peer[target[here] % stride] = rows[here].to(peer.device)
 
 
-def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, num_sms=None):
+def reduce(
+    out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, fault_F=None, host_fault_F=None, num_sms=None
+):
     """Add what the expert ranks pushed for each own token, in slot order (de-duplicated: in rank order), in FP32.
 
-    `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read.
+    `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read. Where the sum
+    is all that a call returns, both fault records are given, and a fault ends it as in finish.
     """
-    if stopped(stop_1):
+    if host_fault_F is not None:
+        finish(fault_F, host_fault_F, [out_TD])
+    if stopped(stop_1 if host_fault_F is None else fault_F):
         return
     T = out_TD.shape[0]
     L = num_experts // len(outputs.peers)
