@@ -7,8 +7,8 @@ the owner signals after it has read.
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
 Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
 -1) are not read.
-reduce and collect_score_grads run after that wait and touch this rank's memory only; a reduce that ends a call also tells
-the host of a fault.
+reduce and collect_score_grads run after that wait and touch this rank's memory only; a reduce that ends a call also
+tells the host of a fault.
     reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
 
 All sums are FP32 in a fixed order, a product rounded before it is added: the kernels are compiled without contraction

@@ -270,13 +270,11 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     ops, D = path.ops, path.hidden_dim
     both = list(zip(ranks, calls, strict=True))
     experts = _experts if path.format is None else moe_scaled.experts
-    packed = path.format is not None and not path.geometry.training
+    wire_format = None if path.geometry.training else path.format
 
     for r, c in both:
         kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
-        if packed:
-            ops.pack_rows(c.x_TD, format=path.format, out_TB=r.tokens.own[0, : len(c.x_TD)], num_sms=path.num_sms)
-        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, packed=packed)
+        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, format=wire_format)
     exchange(path, ranks, shapes.PUBLISHED)
     for r, c in both:
         c.plan = ops.route(
@@ -477,7 +475,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         check = {"check_TD": restored_TD, "check_skip_1": skip_x}
         if c.by_route:
             kind = shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE
-            _publish(path, r, c, restored_TD, half=1, **check, kind=kind, packed=True)
+            _publish(path, r, c, restored_TD, half=None, **check, kind=kind)
             if c.norm is None:
                 r.outputs.own[:T] = c.grad_out_TD
             else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .reference_formats import pack_rows as pack_rows
+from .reference_formats import pack_rows
 from .reference_formats import quantize_columns as quantize_columns
 from .reference_formats import quantize_rows as quantize_rows
 from .reference_formats import quantize_weights as quantize_weights
@@ -81,10 +81,11 @@ def publish(
     ids,
     scores,
     stop_1,
-    packed=False,
+    format=None,
 ):
-    """Write this rank's rows, unless packed ones are there, resolved routes and header into its own regions; `call_1`
-    counts up.
+    """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+
+    Rows go into this half of `tokens`, with a format as pack_rows quantises them; with a half of None nowhere.
 
     A slot with an expert and a score of 0 gets -0.0 where the token's row of `check_TD` is not finite: its x is
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
@@ -94,7 +95,9 @@ def publish(
         return
     T = x_TD.shape[0]
     call_1 += 1
-    if not packed:
+    if format is not None:
+        pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
+    elif half is not None:
         tokens.own[half, :T] = x_TD
     own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
     if not stopped(check_skip_1):
