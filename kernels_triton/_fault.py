@@ -5,6 +5,9 @@ import triton.language as tl
 
 from dist_moe import shapes
 
+from ._device import store_release
+
+FAULT_WORDS = tl.constexpr(shapes.FAULT_WORDS)
 RANK_SHIFT = tl.constexpr(shapes.FAULT_RANK_SHIFT)
 
 
@@ -16,3 +19,12 @@ def set_fault(fault_ptr, CODE: tl.constexpr, rank, a, b, c):
         tl.store(fault_ptr + 1, a)
         tl.store(fault_ptr + 2, b)
         tl.store(fault_ptr + 3, c)
+
+
+@triton.jit
+def tell_host(fault_ptr, host_fault_ptr):
+    """Copy the record to pinned host memory, word 0 last and released at system scope: a host that reads word 0 != 0
+    reads the details that belong to it."""
+    word = tl.arange(0, FAULT_WORDS)
+    tl.store(host_fault_ptr + word, tl.load(fault_ptr + word), mask=word > 0)
+    store_release(host_fault_ptr, tl.load(fault_ptr))

@@ -59,6 +59,8 @@ def _signal(
     generation 5 that it was done.
     """
     delay(rank)
+    offs_w = tl.arange(0, BLOCK_W)
+    base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
     code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
     generation = tl.load(sent_ptr + STAGE) + 1
     if code != 0:
@@ -69,8 +71,6 @@ def _signal(
         tl.store(header_ptr + ABORT, code)
     tl.debug_barrier()  # every lane has read `sent` before it changes, and the header is written before any release
     tl.store(sent_ptr + STAGE, generation)
-    offs_w = tl.arange(0, BLOCK_W)
-    base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
     flag_ptr_W = base_W.to(tl.pointer_type(tl.int64)) + (STAGE * W + rank)
     flag = generation * 2 + (code != 0).to(tl.int64)
     delay(generation)

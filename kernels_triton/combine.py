@@ -7,7 +7,8 @@ the owner signals after it has read.
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
 Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
 -1) are not read.
-reduce and collect_score_grads run after that wait and touch this rank's memory only.
+reduce and collect_score_grads run after that wait and touch this rank's memory only; a reduce that ends a call also
+tells the host of a fault.
     reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
 
 All sums are FP32 in a fixed order, a product rounded before it is added: the kernels are compiled without contraction
@@ -20,6 +21,7 @@ import triton.language as tl
 from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import delay
+from ._fault import tell_host
 from ._launch import launched
 from ._rows import (
     column_shares,
@@ -182,7 +184,8 @@ def _reduce(
     outputs_ptr,  # [T_max, J, D] bf16
     ids_ptr,  # [T_max, K] int16
     scores_ptr,  # [T_max, K] fp32, or None
-    stop_ptr,  # int64
+    stop_ptr,  # int64; if this ends a call the first word of its fault record
+    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory, if this ends a call, or None
     T,
     out_stride_t,
     W: tl.constexpr,  # ranks in the de-duplicated scheme; 0: per route
@@ -200,8 +203,12 @@ def _reduce(
     [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
     outputs [[7, 1], [12, stale], [30, 2]]: tokens 0 and 2 visit two ranks, token 1 one: out [8, 12, 32].
     """
-    if tl.load(stop_ptr) != 0:
-        return
+    runs = tl.load(stop_ptr) == 0
+    if host_fault_ptr is None:
+        if not runs:
+            return
+    elif (not runs) & (tl.program_id(0) == 0):
+        tell_host(stop_ptr, host_fault_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     offs_k = tl.arange(0, K2)[None, :]
     num_blocks = tl.cdiv(T, TOKENS)
@@ -211,9 +218,9 @@ def _reduce(
         t = tl.cast(item // shares, tl.int64) * TOKENS + tl.arange(0, TOKENS)
         first_d = item % shares * columns
         in_use = t < T
-        num_used = tl.full([TOKENS], J, dtype=tl.int32)
+        num_used = tl.zeros([TOKENS], dtype=tl.int32) + tl.where(runs, J, 0)
         if W > 0:
-            mask_TK = in_use[:, None] & (offs_k < K)
+            mask_TK = in_use[:, None] & (offs_k < K) & runs
             id_TK = tl.load(ids_ptr + t[:, None] * K + offs_k, mask=mask_TK, other=-1).to(tl.int32)
             owner_TK = tl.where(id_TK >= 0, id_TK // L, -1)
             num_used = tl.zeros([TOKENS], dtype=tl.int32)
@@ -221,7 +228,7 @@ def _reduce(
                 num_used += tl.max((owner_TK == w).to(tl.int32), axis=1)
         for d in range(first_d, tl.minimum(first_d + columns, D), BLOCK_D):
             mask_d = (d + offs_d < D)[None, :]
-            acc = tl.zeros([TOKENS, BLOCK_D], dtype=tl.float32)
+            acc = tl.zeros([TOKENS, BLOCK_D], dtype=tl.float32) + tl.where(runs, 0.0, float("nan"))
             for first_j in range(0, J, UNROLL):
                 terms = ()
                 scores = ()
@@ -329,22 +336,26 @@ def combine(
         )  # fmt: skip
 
 
-def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, num_sms=None):
+def reduce(
+    out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, fault_F=None, host_fault_F=None, num_sms=None
+):
     """Add what the expert ranks pushed for each own token; tokens without experts become exactly 0.
 
     Args:    out_TD: bf16 [T, D], unit inner stride, written.  ids: the own resolved ids decide which slots are read.
-             scores: given in the forward of the per-route scheme alone.
-    Order:   after the wait on COMBINED; local memory only.
+             scores: given in the forward of the per-route scheme alone.  fault_F, host_fault_F: both where this ends
+             a call. On a fault, whose word takes the place of stop_1, it does what finish does, for out_TD.
+    Order:   after the wait on COMBINED; local memory only, but for the host's record.
     Source:  reference.reduce.
     """
     T, D = out_TD.shape
-    if T == 0:
+    if T == 0 and host_fault_F is None:
         return
     assert D % 32 == 0 and out_TD.stride(1) == 1
     W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
     tile = pick_row_tile(D)
     _reduce[row_grid(out_TD.device, tile, num_sms)](
-        out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own, stop_1, T, out_TD.stride(0),
+        out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own,
+        stop_1 if host_fault_F is None else fault_F, host_fault_F, T, out_TD.stride(0),
         W=W if dedup else 0, L=num_experts // W, K=K, K2=next_power_of_2(K), J=J, D=D,
         TOKENS=tile.rows, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
     )  # fmt: skip

@@ -334,7 +334,7 @@ def _words(tensor: Tensor) -> Tensor:
 def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, stop_1, num_sms=None):
     """Pull the wire rows routed to this rank into a bundle of quantised rows in expert-major order, with their scores.
 
-    Args:    plan: from route() with experts aligned to atoms.  tokens: uint8 [1, T_max, B], rows as pack_rows makes
+    Args:    plan: from route() with experts aligned to atoms.  tokens: uint8 [1, T_max, B], rows as publish packs
              them.  rows: bundle, whose rows of padding are left alone.  row_scores_R: fp32 [R], written.
     Raises:  ValueError where tokens, format and bundle do not fit.
     Order:   after the wait on PUBLISHED; reads peers' `tokens` and `scores`, writes local memory only.

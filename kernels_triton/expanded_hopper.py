@@ -51,7 +51,7 @@ SIDE_ROWS = gl.constexpr(64)  # of these, what four warps multiply
 PART = gl.constexpr(64)  # values of the contraction that are converted and multiplied together
 WORDS = gl.constexpr(32)  # of codes of a row in a step: 128 values of e4m3, 256 of e2m1
 # Of a thread. With fewer for the producer, ptxas finds too few for the others and waits for every product.
-MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(192), gl.constexpr(120)
+MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(200), gl.constexpr(112)
 UNSCALED = gl.constexpr(2.0**14)
 
 # Of a word its odd codes, or its even ones: signs at the top of every byte and magnitudes at bits 3 to 1. The upper

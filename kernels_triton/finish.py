@@ -1,18 +1,16 @@
 """finish: the last launch of a direction. On a fault, NaN into every returned tensor and the record to the host.
 
-Without a fault nothing is touched. Grid: persistent programs over blocks of each tensor; program 0 also writes the
-record, word 0 last and released at system scope: a host that reads word 0 != 0 reads the details that belong to it.
+Without a fault nothing is touched. A forward that returns one sum ends with reduce instead, which does the same to it.
+Grid: persistent programs over blocks of each tensor; program 0 also tells the host.
 """
 
 import triton
 import triton.language as tl
 
-from dist_moe import shapes
-
-from ._device import num_programs, store_release
+from ._device import num_programs
+from ._fault import tell_host
 from ._launch import launched
 
-FAULT_WORDS = tl.constexpr(shapes.FAULT_WORDS)
 MAX_OUTS = 4
 BLOCK = 1024
 
@@ -43,17 +41,14 @@ def _finish(
 ):
     """Example: fault [515, 12, 10, 0, ...] (overflow of rank 2: 12 rows needed, 10 there) and an out of 3 elements give
     out [NaN, NaN, NaN] and the same eight words on the host."""
-    fault = tl.load(fault_ptr)
-    if fault == 0:
+    if tl.load(fault_ptr) == 0:
         return
     _fill_with_nan(out0_ptr, n0, BLOCK)
     _fill_with_nan(out1_ptr, n1, BLOCK)
     _fill_with_nan(out2_ptr, n2, BLOCK)
     _fill_with_nan(out3_ptr, n3, BLOCK)
     if tl.program_id(0) == 0:
-        word = tl.arange(0, FAULT_WORDS)
-        tl.store(host_fault_ptr + word, tl.load(fault_ptr + word), mask=word > 0)
-        store_release(host_fault_ptr, fault)
+        tell_host(fault_ptr, host_fault_ptr)
 
 
 def finish(fault_F, host_fault_F, outs):

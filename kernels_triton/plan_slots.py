@@ -70,6 +70,7 @@ STATS_CALLS, STATS_ROWS, STATS_MOST_ROWS, STATS_KEPT, STATS_SCRATCH, STATS_SLOTS
 )
 PLACE_WORDS, SCALED_PLACE_WORDS = tl.constexpr(shapes.PLACE_WORDS), tl.constexpr(shapes.SCALED_PLACE_WORDS)
 ALL_WORDS = tl.constexpr(next_power_of_2(shapes.SCALED_PLACE_WORDS))
+NUM_STATS = tl.constexpr(next_power_of_2(shapes.STATS_SLOTS))
 FAULT_SLOT = tl.constexpr(shapes.FAULT_SLOT)
 FAULT_SLOT_ROOM = tl.constexpr(shapes.FAULT_SLOT_ROOM)
 EPOCH_SHIFT = tl.constexpr(shapes.EPOCH_SHIFT)
@@ -264,13 +265,22 @@ def _place_scaled_scratch(
 
 
 @triton.jit
-def _add(ptr, value):
-    tl.store(ptr, tl.load(ptr) + value)
+def _raise_to(ptr, value):
+    tl.store(ptr, tl.maximum(tl.load(ptr), value))
 
 
 @triton.jit
-def _raise_to(ptr, value):
-    tl.store(ptr, tl.maximum(tl.load(ptr), value))
+def _counted(stats, word, rows, kept, scratch, is_counted, SAVE: tl.constexpr):
+    """The statistics after a forward, of what they were before it: words of one number a rank.
+
+    Example: 7 words of 0, rows 5, kept KEEPS_H1, scratch 1600: 1 5 5 0 1 0 1600; not counted, 0 0 0 0 1 0 1600.
+    """
+    counts = tl.where(word == STATS_CALLS, 1, tl.where(word == STATS_ROWS, rows, 0))
+    most = tl.where(word == STATS_MOST_ROWS, rows, 0)
+    stats = tl.where(is_counted, tl.maximum(stats + counts, most), stats)
+    if SAVE:
+        stats += (word == STATS_KEPT + kept).to(tl.int64)
+    return tl.maximum(stats, tl.where(word == STATS_SCRATCH, scratch, 0))
 
 
 @launched
@@ -322,6 +332,8 @@ def _plan_forward(
     if tl.load(fault_ptr) != 0:
         return
     rows = tl.load(rank_rows_ptr + rank)
+    word = tl.arange(0, NUM_STATS)
+    stats = tl.load(stats_ptr + word, mask=word < STATS_SLOTS, other=0)
     kept = tl.full([], KEEPS_X, tl.int32)
     if SAVE:
         layer = tl.load(slot_layers_ptr + slot)
@@ -354,7 +366,6 @@ def _plan_forward(
         used += _kept_bytes(kept, rows_W, D, F, x_bytes, X_BLOCK)
         tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
         _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
-        _add(stats_ptr + STATS_KEPT + kept, 1)
         tl.store(slot_layers_ptr + slot, layer + 1)
         tl.store(place_ptr + KEPT, kept)
         tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
@@ -367,9 +378,6 @@ def _plan_forward(
         tl.store(place_ptr + EPOCH, call >> EPOCH_SHIFT)
         tl.store(slot_calls_ptr + slot.to(tl.int64) * deepest + layer, call)
     if slot >= 0:
-        _add(stats_ptr + STATS_CALLS, 1)
-        _add(stats_ptr + STATS_ROWS, rows)
-        _raise_to(stats_ptr + STATS_MOST_ROWS, rows)
         e = tl.arange(0, BLOCK_L)
         count = tl.load(num_rows_ptr + e, mask=e < L, other=0)
         expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
@@ -381,7 +389,8 @@ def _plan_forward(
             place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
             BLOCK, PER_BYTE, OUTER_SCALES, GROUP, TRAINING,
         )  # fmt: skip
-    _raise_to(stats_ptr + STATS_SCRATCH, scratch)
+    stats = _counted(stats, word, rows, kept, scratch, slot >= 0, SAVE)
+    tl.store(stats_ptr + word, stats, mask=word < STATS_SLOTS)
 
 
 @launched

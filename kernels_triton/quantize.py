@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_moe import formats
-from dist_moe.quantized import Quantized, QuantizedWeights, columns_out, packed_out, rows_out, weights_out
+from dist_moe.quantized import Quantized, QuantizedWeights, columns_out, rows_out, weights_out
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
 from ._device import delay, num_programs
@@ -116,7 +116,7 @@ def _quantize_rows(
     x_ptr,  # [R, C] bf16 or fp32
     values_ptr,  # [R, C / values per byte] bytes
     scales_ptr,  # bytes, natural or blocked order
-    outer_inv_ptr,  # [R, 2] i16, the halves of an FP32 each: it lies at an odd multiple of 2 in some wire rows
+    outer_inv_ptr,  # [R] fp32, or None
     row_start_ptr,  # [L + 1] i32 or None
     num_rows_ptr,  # [L] i32 or None
     R,
@@ -126,7 +126,6 @@ def _quantize_rows(
     x_stride_c,
     values_stride,
     scales_stride,
-    outer_stride,
     ELEMENT: tl.constexpr,
     VALUES_PER_BYTE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -181,10 +180,7 @@ def _quantize_rows(
                 amax = tl.maximum(amax, bits_of(tile[part].to(tl.float32)) & MAGNITUDE)
             outer_R = outer_scale(tl.max(amax, axis=1), EPS)
             if first_col == 0:
-                outer_inv = bits_of(one_nan(tl.div_rn(1.0, outer_R)))
-                outer_ptrs = outer_inv_ptr + rows_64 * outer_stride
-                tl.store(outer_ptrs, outer_inv.to(tl.int16), mask=mask_r)
-                tl.store(outer_ptrs + 1, (outer_inv >> 16).to(tl.int16), mask=mask_r)
+                tl.store(outer_inv_ptr + rows_64, one_nan(tl.div_rn(1.0, outer_R)), mask=mask_r)
             outer = outer_R[:, None]
         for part in tl.static_range(PARTS):
             col = first_col + part * BLOCK_C
@@ -408,16 +404,27 @@ def _expert_block(num_rows_L: Tensor | None) -> int:
     return 0 if num_rows_L is None else min(next_power_of_2(len(num_rows_L)), 1024)
 
 
-def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_start_P, num_rows_L, num_sms, config):
+def quantize_rows(
+    x_RC, *, format, blocked=False, row_start_P=None, num_rows_L=None, out=None, num_sms=None, config=None
+) -> Quantized:
+    """Blocks of consecutive columns of a row; see reference_formats.quantize_rows.
+
+    Args:    num_sms: at most that many programs.  config: other than pick_config's.
+    Raises:  TypeError for other dtypes than bf16 and fp32; ValueError for shapes and layouts.
+    """
+    out = rows_out("quantize_rows", x_RC, format, blocked, row_start_P, num_rows_L, out)
     R, C = x_RC.shape
+    if R == 0:
+        return out
     config = config or pick_config("quantize_rows", C, format.two_level)
     padded_R = align(R, config.block_r if not blocked else formats.SCALE_ATOM[0])
     num_items = cdiv(padded_R, config.block_r) * cdiv(C, config.parts * config.block_c)
+    values, scales = _bytes(out.values), _bytes(out.scales)
     _quantize_rows[_grid(num_items, x_RC.device, num_sms)](
         x_RC,
         values,
         scales,
-        outer_inv_R2,
+        out.outer_inv_R,
         row_start_P,
         num_rows_L,
         R,
@@ -426,7 +433,6 @@ def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_sta
         *x_RC.stride(),
         values.stride(0),
         scales.stride(0),
-        0 if outer_inv_R2 is None else outer_inv_R2.stride(0),
         **format_options(format),
         VALUES_PER_BYTE=format.values_per_byte,
         TWO_LEVEL=format.two_level,
@@ -438,56 +444,7 @@ def _launch_rows(x_RC, values, scales, outer_inv_R2, *, format, blocked, row_sta
         PARTS=config.parts,
         **config.options,
     )
-
-
-def quantize_rows(
-    x_RC, *, format, blocked=False, row_start_P=None, num_rows_L=None, out=None, num_sms=None, config=None
-) -> Quantized:
-    """Blocks of consecutive columns of a row; see reference_formats.quantize_rows.
-
-    Args:    num_sms: at most that many programs.  config: other than pick_config's.
-    Raises:  TypeError for other dtypes than bf16 and fp32; ValueError for shapes and layouts.
-    """
-    out = rows_out("quantize_rows", x_RC, format, blocked, row_start_P, num_rows_L, out)
-    if x_RC.shape[0] == 0:
-        return out
-    halves = None if out.outer_inv_R is None else out.outer_inv_R[:, None].view(torch.int16)
-    _launch_rows(
-        x_RC,
-        _bytes(out.values),
-        _bytes(out.scales),
-        halves,
-        format=format,
-        blocked=blocked,
-        row_start_P=row_start_P,
-        num_rows_L=num_rows_L,
-        num_sms=num_sms,
-        config=config,
-    )
     return out
-
-
-def pack_rows(x_TD, *, format, out_TB=None, num_sms=None, config=None) -> Tensor:
-    """Rows as they go on the wire: the same kernel into strided views of them; see reference_formats.pack_rows."""
-    out_TB = packed_out("pack_rows", x_TD, format, out_TB)
-    if x_TD.shape[0] == 0:
-        return out_TB
-    values_end, scales_end, outer_end = formats.packed_row_parts(format, x_TD.shape[1])
-    if outer_end < out_TB.shape[1]:
-        out_TB[:, outer_end:].zero_()
-    _launch_rows(
-        x_TD,
-        out_TB[:, :values_end],
-        out_TB[:, values_end:scales_end],
-        out_TB[:, scales_end:outer_end].view(torch.int16) if format.two_level else None,
-        format=format,
-        blocked=False,
-        row_start_P=None,
-        num_rows_L=None,
-        num_sms=num_sms,
-        config=config,
-    )
-    return out_TB
 
 
 def quantize_columns(

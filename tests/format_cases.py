@@ -4,7 +4,24 @@ import torch
 
 from dist_moe.formats import padded_scales
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
+
+# A block of every kind: the rest of it is drawn.
+EDGES = (0.0, -0.0, 2.0**-149, -(2.0**-130), 448.0, 6.0, 57344.0, 448.0 * 2**70, 6.0 * 2**-120, 957.0, 3.38e38, -1.0)
+BROKEN = (NAN, INF, -INF)
+
+
+def hard_values(R: int, C: int) -> torch.Tensor:
+    """Blocks of all magnitudes, then a row for each edge value, a row of zeros, a row for each broken value."""
+    scale = torch.randint(-140, 100, (R, C // 32)).float().repeat_interleave(32, dim=1)
+    x = torch.randn(R, C) * torch.exp2(scale)
+    for row, value in enumerate((*EDGES, *BROKEN)):
+        if row + 1 < R:
+            x[row + 1] = value * torch.rand(C).mul(2).sub(1) if value in (957.0, 3.38e38) else x[row + 1]
+            x[row + 1, (7 * row) % C] = 960.0 if value == 957.0 else value
+            x[row + 1, (7 * row + 1) % C] = value
+    x[0] = 0
+    return x
 
 
 def expert_rows(counts, C: int, dtype=torch.float32):

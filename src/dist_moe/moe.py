@@ -270,13 +270,11 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     ops, D = path.ops, path.hidden_dim
     both = list(zip(ranks, calls, strict=True))
     experts = _experts if path.format is None else moe_scaled.experts
-    packed = path.format is not None and not path.geometry.training
+    wire_format = None if path.geometry.training else path.format
 
     for r, c in both:
         kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
-        if packed:
-            ops.pack_rows(c.x_TD, format=path.format, out_TB=r.tokens.own[0, : len(c.x_TD)], num_sms=path.num_sms)
-        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, packed=packed)
+        _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, format=wire_format)
     exchange(path, ranks, shapes.PUBLISHED)
     for r, c in both:
         c.plan = ops.route(
@@ -321,9 +319,11 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
         elif c.returns_routes:
             _take_routes(r, c.out_TD)
         else:
-            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup)
-        outs = [c.out_TD] if c.clip_stats_3 is None else [c.out_TD, c.clip_stats_3]
-        ops.finish(r.fault_F, r.host_fault_F, outs)
+            faults = {"fault_F": r.fault_F, "host_fault_F": r.host_fault_F}  # it ends the call as finish does
+            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup, **faults)
+        others = [c.out_TD if c.by_route else None, c.clip_stats_3]
+        if outs := [out for out in others if out is not None]:
+            ops.finish(r.fault_F, r.host_fault_F, outs)
 
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -431,7 +431,7 @@ def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
     out_TKD.copy_(r.outputs.own[:T]).masked_fill_((r.ids.own[:T] < 0)[..., None], 0.0)
 
 
-def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool) -> None:
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool, **faults: Tensor) -> None:
     path.ops.reduce(
         out_TD,
         outputs=r.pair_outputs if dedup else r.outputs,
@@ -442,6 +442,7 @@ def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bo
         rank=r.rank,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        **faults,
     )
 
 
@@ -474,7 +475,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         check = {"check_TD": restored_TD, "check_skip_1": skip_x}
         if c.by_route:
             kind = shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE
-            _publish(path, r, c, restored_TD, half=1, **check, kind=kind, packed=True)
+            _publish(path, r, c, restored_TD, half=None, **check, kind=kind)
             if c.norm is None:
                 r.outputs.own[:T] = c.grad_out_TD
             else:

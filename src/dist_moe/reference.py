@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .reference_formats import pack_rows as pack_rows
+from .reference_formats import pack_rows
 from .reference_formats import quantize_columns as quantize_columns
 from .reference_formats import quantize_rows as quantize_rows
 from .reference_formats import quantize_weights as quantize_weights
@@ -81,10 +81,11 @@ def publish(
     ids,
     scores,
     stop_1,
-    packed=False,
+    format=None,
 ):
-    """Write this rank's rows, unless packed ones are there, resolved routes and header into its own regions; `call_1`
-    counts up.
+    """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+
+    Rows go into this half of `tokens`, with a format as pack_rows quantises them; with a half of None nowhere.
 
     A slot with an expert and a score of 0 gets -0.0 where the token's row of `check_TD` is not finite: its x is
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
@@ -94,7 +95,9 @@ def publish(
         return
     T = x_TD.shape[0]
     call_1 += 1
-    if not packed:
+    if format is not None:
+        pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
+    elif half is not None:
         tokens.own[half, :T] = x_TD
     own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
     if not stopped(check_skip_1):
@@ -383,12 +386,17 @@ def _scatter(rows: Tensor, target: Tensor, peers: list[Tensor], stride: int) -> 
         peer[target[here] % stride] = rows[here].to(peer.device)
 
 
-def reduce(out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, num_sms=None):
+def reduce(
+    out_TD, *, outputs, ids, scores, dedup, num_experts, rank, stop_1, fault_F=None, host_fault_F=None, num_sms=None
+):
     """Add what the expert ranks pushed for each own token, in slot order (de-duplicated: in rank order), in FP32.
 
-    `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read.
+    `scores` is given in the forward of the per-route scheme alone. A slot without expert is never read. Where the sum
+    is all that a call returns, both fault records are given, and a fault ends it as in finish.
     """
-    if stopped(stop_1):
+    if host_fault_F is not None:
+        finish(fault_F, host_fault_F, [out_TD])
+    if stopped(stop_1 if host_fault_F is None else fault_F):
         return
     T = out_TD.shape[0]
     L = num_experts // len(outputs.peers)

@@ -168,7 +168,6 @@ _FORMAT_FILES = {
     "quantize_rows": "quantize",
     "quantize_columns": "quantize",
     "quantize_weights": "quantize",
-    "pack_rows": "quantize",
     "dispatch_packed": "dispatch_packed",
     "dispatch_quantize": "dispatch_quantize",
     "quantize_received": "dispatch_quantize",
@@ -179,7 +178,7 @@ _FORMAT_FILES = {
     "swiglu_backward_quantize": "swiglu_quantize",
 }
 _BF16_ONLY = {"grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "swiglu", "swiglu_backward"}
-_INFERENCE_ONLY = {"pack_rows", "dispatch_packed"}
+_INFERENCE_ONLY = {"dispatch_packed"}
 _TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
 _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
 _FILES = _TRITON_FILES | _FORMAT_FILES

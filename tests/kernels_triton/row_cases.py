@@ -145,7 +145,7 @@ class Ranks:
             **how,
         )
 
-    def reduce(self, op, r, *, dedup, scaled, out_TD=None, stop_1=None):
+    def reduce(self, op, r, *, dedup, scaled, out_TD=None, stop_1=None, **faults):
         if out_TD is None:
             out_TD = torch.full((self.T[r], self.D), NAN, dtype=torch.bfloat16, device=self.device)
         rank = self.ranks[r]
@@ -158,6 +158,7 @@ class Ranks:
             num_experts=self.E,
             rank=r,
             stop_1=self.stop_1 if stop_1 is None else stop_1,
+            **faults,
         )
         return out_TD
 

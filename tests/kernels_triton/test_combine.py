@@ -211,6 +211,27 @@ def test_a_stopped_call_touches_nothing(device, dedup):
     assert ranks.reduce(reduce, 0, dedup=dedup, scaled=False, stop_1=stop_1).isnan().all()
 
 
+@both_schemes
+@pytest.mark.parametrize("op", [reduce, reference.reduce], ids=["kernel", "oracle"])
+@pytest.mark.parametrize("T", [0, 5])
+def test_a_reduce_that_ends_a_call_tells_of_its_fault(device, dedup, op, T):
+    """NaN and the record on a fault; without one the sum, and the host hears nothing. Columns beside out stay."""
+    ranks = random_ranks(device, "uniform", W=2, T=T, K=2, L=2, D=64, T_max=5)
+    ranks.poison_pushed()
+    for r in range(2):
+        ranks.combine(reference.combine, r, filled_rows(ranks, r), dedup=dedup, row_scores_R=ranks.row_floats())
+    want = ranks.reduce(reference.reduce, 1, dedup=dedup, scaled=not dedup)
+    for words in ([0] * 8, [515, 12, 10, 0, 0, 0, 0, -1]):
+        host_fault_F = torch.full((8,), 99, dtype=torch.int64, pin_memory=device.type == "cuda")
+        faults = {"fault_F": torch.tensor(words, device=device), "host_fault_F": host_fault_F}
+        wide = torch.full((T, 96), 9.0, dtype=torch.bfloat16, device=device)
+        ranks.reduce(op, 1, dedup=dedup, scaled=not dedup, out_TD=wide[:, :64], **faults)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert host_fault_F.tolist() == (words if words[0] else [99] * 8) and (wide[:, 64:] == 9).all()
+        assert wide[:, :64].isnan().all() if words[0] else same_bits(wide[:, :64].contiguous(), want)
+
+
 def test_fewer_programs_give_the_same(device):
     ranks = random_ranks(device, "uniform", W=2, T=40, K=2, L=2, D=32)
     pushed = []

@@ -19,7 +19,7 @@ from tests.kernels_triton.producer_cases import (
 from tests.kernels_triton.row_cases import NAN, same_bits
 from tests.strategies import routings
 
-from dist_moe import reference, reference_formats, reference_producers
+from dist_moe import reference_formats, reference_producers
 from dist_moe.formats import FORMATS, MXFP4, MXFP8_E4M3, NVFP4, packed_row_bytes
 from dist_moe.kernels_triton import dispatch_packed as kernels
 
@@ -34,7 +34,7 @@ def wires(ranks: AlignedRanks, format) -> list:
     for r in range(ranks.W):
         own = regions[r]["tokens"].own.fill_(POISON)
         x_TD = ranks.ranks[r].tokens.own[0, : ranks.T[r]]
-        own[0, : ranks.T[r]] = reference.pack_rows(x_TD, format=format)
+        own[0, : ranks.T[r]] = reference_formats.pack_rows(x_TD, format=format)
     return [regions[r]["tokens"] for r in range(ranks.W)]
 
 

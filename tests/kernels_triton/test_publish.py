@@ -6,24 +6,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format_cases import assert_same_bits, hard_values
 from tests.strategies import routings
 
 from dist_moe import reference, shapes
-from dist_moe.kernels_triton.publish import _publish, pick_config, publish
+from dist_moe.formats import FORMATS, MXFP8_E4M3, NVFP4, packed_row_bytes
+from dist_moe.kernels_triton.publish import PACKED_TILE, _publish, pick_config, publish
+from dist_moe.reference_formats import pack_rows
 from dist_moe.symm import World
+
+# Where a row is not finite, numpy warns of what is meant to happen.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 NAN, INF = float("nan"), float("inf")
 HASH = 0x0123456789ABCDEF
 
 
 def published(
-    op, device, x_TD, ids_TK, scores_TK, *, E, T_max, half=0, check_TD=None, packed=False, **words
+    op, device, x_TD, ids_TK, scores_TK, *, E, T_max, half=0, check_TD=None, format=None, **words
 ) -> SimpleNamespace:
     """All that an op may write, as it is after one call; what it does not write keeps its poison."""
-    K, D = ids_TK.shape[1], x_TD.shape[1]
+    K, D, dtype = ids_TK.shape[1], x_TD.shape[1], torch.bfloat16 if format is None else torch.uint8
     regions = World.virtual(1, device).allocate(
         {
-            "tokens": ((2, T_max, D), torch.bfloat16),
+            "tokens": ((2, T_max, D if format is None else packed_row_bytes(format, D)), dtype),
             "header": ((shapes.HEADER_WORDS,), torch.int64),
             "ids": ((T_max, K), torch.int16),
             "scores": ((T_max, K), torch.float32),
@@ -55,13 +61,13 @@ def published(
         ids=r.ids,
         scores=r.scores,
         stop_1=word("stop"),
-        packed=packed,
+        format=format,
     )
     return SimpleNamespace(tokens=r.tokens.own, header=r.header.own, ids=r.ids.own, scores=r.scores.own, call=call_1)
 
 
 def bits(t):
-    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def assert_equals_oracle(*args, **kwargs) -> SimpleNamespace:
@@ -186,13 +192,47 @@ def test_half_1_checks_another_x(device):
 
 @pytest.mark.parametrize("check_is_x", [True, False])
 @pytest.mark.parametrize("check_skip", [0, 1])
-def test_packed_rows_stay(device, check_is_x, check_skip):
+def test_x_may_stay_where_it_is(device, check_is_x, check_skip):
     x, ids, scores = random_call(device, 6, 3, 4, 64)
     how = {"check_TD": None if check_is_x else x.flip(0), "check_skip": check_skip}
-    got = assert_equals_oracle(device, x, ids, scores, E=4, T_max=8, packed=True, **how)
+    got = assert_equals_oracle(device, x, ids, scores, E=4, T_max=8, half=None, **how)
     copied = published(publish, device, x, ids, scores, E=4, T_max=8, **how)
     assert (got.tokens == 7).all() and (got.header == copied.header).all() and (got.ids == copied.ids).all()
     assert torch.equal(bits(got.scores), bits(copied.scores))
+
+
+EACH_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("check_skip", [0, 1])
+@pytest.mark.parametrize("D", [32, 96, 544])
+def test_wire_rows_equal_the_oracle(device, format, D, check_skip):
+    """At D = 96 the FP32 scale of a row lies at an odd multiple of two bytes. All else is as without a format."""
+    x = hard_values(20, D).bfloat16().to(device)
+    _, ids, scores = random_call(device, 20, 3, 4, D)
+    got = assert_equals_oracle(device, x, ids, scores, E=4, T_max=22, format=format, check_skip=check_skip)
+    assert_same_bits([got.tokens[0, :20]], [pack_rows(x.cpu(), format=format)])
+    assert (got.tokens[0, 20:] == 7).all() and (got.tokens[1] == 7).all()
+    copied = published(publish, device, x, ids, scores, E=4, T_max=22, check_skip=check_skip)
+    assert torch.equal(got.ids, copied.ids) and torch.equal(bits(got.scores), bits(copied.scores))
+
+
+@pytest.mark.parametrize("D", [2880, PACKED_TILE + 96])
+@pytest.mark.parametrize("format", [MXFP8_E4M3, NVFP4], ids=lambda format: format.name)
+def test_wire_rows_wider_than_a_tile(device, format, D):
+    """The largest magnitude, or what is not finite, in each part of a row in turn; rows of x lie apart."""
+    wide = torch.randn(6, D + 64, device=device).bfloat16()
+    x = wide[:, 32 : 32 + D]
+    x[torch.arange(6), torch.linspace(0, D - 1, 6).long()] = 100.0
+    x[4, 0] = x[5, -1] = NAN
+    _, ids, scores = random_call(device, 6, 3, 4, 32)
+    assert_equals_oracle(device, x, ids, scores, E=4, T_max=6, format=format)
+
+
+@EACH_FORMAT
+def test_no_wire_rows(device, format):
+    assert_equals_oracle(device, *random_call(device, 0, 3, 4, 64), E=4, T_max=2, format=format)
 
 
 def test_check_is_left_out_where_told(device):
@@ -203,6 +243,15 @@ def test_check_is_left_out_where_told(device):
 def test_a_stopped_call_touches_nothing(device):
     got = assert_equals_oracle(device, *random_call(device, 6, 3, 4, 64), E=4, T_max=6, stop=3)
     assert got.call.item() == 41 and (got.header == -5).all() and (got.tokens == 7).all() and (got.ids == 99).all()
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+def test_a_million_blocks_of_wire_rows(device, format):
+    T, D = 10**6 * format.block // 7168 + 1, 7168
+    x = hard_values(T, D).bfloat16().to(device)
+    _, ids, scores = random_call(device, T, 2, 4, 32)
+    assert_equals_oracle(device, x, ids, scores, E=4, T_max=T, format=format)
 
 
 @pytest.mark.gpu

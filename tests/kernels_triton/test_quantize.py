@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.format_cases import assert_same_bits, expert_rows
+from tests.format_cases import assert_same_bits, expert_rows, hard_values
 
 from dist_moe import reference_formats as oracle
 from dist_moe.formats import (
@@ -28,24 +28,6 @@ FP8 = (MXFP8_E4M3, MXFP8_E5M2)
 EACH_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 EACH_FP8 = pytest.mark.parametrize("format", FP8, ids=lambda f: f.name)
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-
-# A block of every kind: the rest of it is drawn.
-EDGES = (0.0, -0.0, 2.0**-149, -(2.0**-130), 448.0, 6.0, 57344.0, 448.0 * 2**70, 6.0 * 2**-120, 957.0, 3.38e38, -1.0)
-BROKEN = (NAN, INF, -INF)
-
-
-def hard_values(R: int, C: int) -> torch.Tensor:
-    """Blocks of all magnitudes, then a row for each edge value, a row of zeros, a row for each broken value."""
-    scale = torch.randint(-140, 100, (R, C // 32)).float().repeat_interleave(32, dim=1)
-    x = torch.randn(R, C) * torch.exp2(scale)
-    for row, value in enumerate((*EDGES, *BROKEN)):
-        if row + 1 < R:
-            x[row + 1] = value * torch.rand(C).mul(2).sub(1) if value in (957.0, 3.38e38) else x[row + 1]
-            x[row + 1, (7 * row) % C] = 960.0 if value == 957.0 else value
-            x[row + 1, (7 * row + 1) % C] = value
-    x[0] = 0
-    return x
-
 
 ROW_CASES = (
     pytest.param(20, 96, False, id="20x96, less than a tile"),
@@ -159,17 +141,6 @@ def test_square_blocks_of_weights_equal_the_oracle(format, N, K, dtype, device):
 
 
 @EACH_FORMAT
-@pytest.mark.parametrize("D", [32, 96, 544])
-def test_wire_rows_equal_the_oracle(format, D, device):
-    """At D = 96 the FP32 scale of a row lies at an odd multiple of two bytes."""
-    x = hard_values(20, D).bfloat16()
-    assert_same_bits([kernels.pack_rows(x.to(device), format=format)], [oracle.pack_rows(x, format=format)])
-    out = torch.full_like(oracle.pack_rows(x, format=format), 0xAB).to(device)
-    assert kernels.pack_rows(x.to(device), format=format, out_TB=out) is out
-    assert_same_bits([out], [oracle.pack_rows(x, format=format)])
-
-
-@EACH_FORMAT
 def test_strided_sources_and_outputs(format, device):
     def views(wide):
         return wide[:, 8:104], wide[::2, ::2][:, :96], wide.T[:96, :96]
@@ -214,8 +185,6 @@ def test_outer_scales_are_of_whole_rows(C, config, device):
     for blocked in (False, True):
         found = kernels.quantize_rows(x.to(device), format=NVFP4, blocked=blocked, config=config)
         assert_same_bits(found, oracle.quantize_rows(x, format=NVFP4, blocked=blocked))
-    packed = kernels.pack_rows(x.bfloat16().to(device), format=NVFP4, config=config)
-    assert_same_bits([packed], [oracle.pack_rows(x.bfloat16(), format=NVFP4)])
 
 
 @EACH_FORMAT
@@ -264,7 +233,6 @@ def test_groups_of_0_1_7_8_9_127_128_and_129_rows(device):
 @EACH_FORMAT
 def test_no_rows_and_no_experts(format, device):
     assert kernels.quantize_rows(torch.zeros(0, 64, device=device), format=format).values.shape[0] == 0
-    assert kernels.pack_rows(torch.zeros(0, 64, device=device), format=format).shape[0] == 0
     assert kernels.quantize_weights(torch.zeros(0, 32, 64, device=device), format=format).values.shape[0] == 0
 
 
@@ -314,8 +282,6 @@ def test_refusals(device):
         kernels.quantize_rows(x, format=MXFP8_E4M3, blocked=True, out=strided)
     with pytest.raises(ValueError, match=r"out\.values must be on the device of the source, .*, got meta"):
         kernels.quantize_rows(x, format=MXFP8_E4M3, blocked=True, out=out._replace(values=out.values.to("meta")))
-    with pytest.raises(ValueError, match="pack_rows: out_TB must be contiguous uint8"):
-        kernels.pack_rows(x, format=NVFP4, out_TB=x)
 
 
 def test_rows_past_two_to_the_31_elements(device):
@@ -342,7 +308,6 @@ def test_a_million_blocks_of_rows(format, dtype, blocked, device):
     x = hard_values(10**6 * format.block // C + 1, C).to(dtype).to(device)
     want = oracle.quantize_rows(x, format=format, blocked=blocked)
     assert_same_bits(kernels.quantize_rows(x, format=format, blocked=blocked), want)
-    assert_same_bits([kernels.pack_rows(x, format=format)], [oracle.pack_rows(x, format=format)])
 
 
 @pytest.mark.gpu

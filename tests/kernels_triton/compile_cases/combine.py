@@ -45,7 +45,7 @@ def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) 
     )
 
 
-def reduce_case(dedup: bool, scaled: bool, D: int) -> Case:
+def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
     tile = pick_row_tile(D)
     return Case(
         "combine:_reduce",
@@ -57,9 +57,11 @@ def reduce_case(dedup: bool, scaled: bool, D: int) -> Case:
             "T": "i32",
             "out_stride_t": "i32",
             **({"scores_ptr": "*fp32"} if scaled else {}),
+            **({"host_fault_ptr": "*i64"} if ends else {}),
         },
         {
             **({} if scaled else nothing("scores_ptr")),
+            **({} if ends else nothing("host_fault_ptr")),
             **({"W": 8, "J": 8} if dedup else {"W": 0, "J": 8}),
             "L": 32,
             "K": 8,
@@ -68,12 +70,12 @@ def reduce_case(dedup: bool, scaled: bool, D: int) -> Case:
             "TOKENS": tile.rows,
             "BLOCK_D": tile.block_d,
         },
-        name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'} D {D}",
+        name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'}{' last' * ends} D {D}",
         num_warps=tile.num_warps,
         options=tile.options | NO_FUSION,
         aligned=("out_stride_t",),
         unaligned=("stop_ptr",),
-        expect=WIDE,
+        expect=WIDE + ("atom.global.sys.release.exch.b64", "bar.sync") * ends,
         forbid=FUSED,
     )
 
@@ -98,8 +100,8 @@ def collect_case(ids: str, out: str) -> Case:
 CASES = (
     *(combine_case(pairs, D, backward) for pairs in (False, True) for D in (7168, 2880) for backward in (False, True)),
     *(combine_case(pairs, 7168, False, 2560) for pairs in (False, True)),
-    *(reduce_case(False, scaled, 7168) for scaled in (True, False)),
-    reduce_case(True, False, 7168),
+    *(reduce_case(*case, ends) for case in ((False, True, 7168), (True, False, 7168)) for ends in (False, True)),
+    reduce_case(False, False, 7168),
     reduce_case(False, True, 2880),
     collect_case("*i64", "*fp32"),
     collect_case("*i32", "*bf16"),

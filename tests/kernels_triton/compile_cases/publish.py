@@ -1,9 +1,14 @@
-"""publish: x is copied 16 bytes a thread at a time; the widest tiles of ids do not spill."""
+"""publish: x is copied 16 bytes a thread at a time, or quantised with every rounding asked for; the widest tiles of ids
+do not spill."""
 
 from tests.compile_check import Case
 
 from dist_moe import shapes
+from dist_moe.formats import MXFP8_E4M3, NVFP4, Format, packed_row_bytes
+from dist_moe.kernels_triton._scaled import format_options
 from dist_moe.kernels_triton.publish import pick_config
+
+from .quantize import INEXACT
 
 TYPES = {
     "x_ptr": "*bf16",
@@ -27,15 +32,17 @@ TYPES = {
     "scores_stride_t": "i32",
     "scores_stride_k": "i32",
 }
+NO_FORMAT = {"WIRE_BYTES": 0, "ELEMENT": None, "VALUES_PER_BYTE": 1, "BLOCK": 1, "RECIPROCAL": 1.0, "TWO_LEVEL": False}
 
 
-def case(name: str, D: int, K: int, E: int, check_is_x: bool, packed: bool = False) -> Case:
+def case(name: str, D: int, K: int, E: int, check_is_x: bool = True, copies: bool = True) -> Case:
     config = pick_config(D, K)
     return Case(
         "publish:_publish",
-        {key: value for key, value in TYPES.items() if not (packed and key == "tokens_ptr")},
+        {key: value for key, value in TYPES.items() if copies or key != "tokens_ptr"},
         {
-            **({"tokens_ptr": None} if packed else {}),
+            **({} if copies else {"tokens_ptr": None}),
+            **NO_FORMAT,
             "D": D,
             "K": K,
             "E": E,
@@ -47,16 +54,45 @@ def case(name: str, D: int, K: int, E: int, check_is_x: bool, packed: bool = Fal
         name=name,
         num_warps=config.num_warps,
         aligned=("x_stride_t", "check_stride_t"),
-        expect=("ld.global.v4.b32",) if packed else ("ld.global.v4.b32", "st.global.v4.b32"),
+        expect=("ld.global.v4.b32", "st.global.v4.b32") if copies else ("ld.global.v4.b32",),
         forbid=("ld.global.b16",),
     )
 
 
+def packed_case(format: Format, D: int, K: int, E: int) -> Case:
+    config = pick_config(D, K, packed=True)
+    options = dict(config.options)
+    return Case(
+        "publish:_publish",
+        TYPES | {"tokens_ptr": "*u8"},
+        {
+            "D": D,
+            "K": K,
+            "E": E,
+            "CHECK_IS_X": True,
+            "BLOCK_T": config.block_t,
+            "BLOCK_D": config.block_d,
+            "BLOCK_K": config.block_k,
+            "WIRE_BYTES": packed_row_bytes(format, D),
+            "VALUES_PER_BYTE": format.values_per_byte,
+            "TWO_LEVEL": format.two_level,
+            **format_options(format),
+        },
+        name=f"{format.name} D-{D}",
+        num_warps=options.pop("num_warps"),
+        options=options,
+        aligned=("x_stride_t", "check_stride_t"),
+        expect=("ld.global.v4.b32", *(("div.rn.f32",) if format.two_level else ())),
+        forbid=("ld.global.b16", *INEXACT),
+    )
+
+
 CASES = (
-    case("forward", 7168, 8, 256, True),
-    case("backward", 7168, 8, 256, False),
-    case("packed", 7168, 8, 256, True, packed=True),
-    case("D-2880", 2880, 4, 128, True),
-    case("D-32", 32, 8, 64, True),
-    case("many-routes", 2048, 2048, shapes.MAX_EXPERTS, True),
+    case("forward", 7168, 8, 256),
+    case("backward", 7168, 8, 256, check_is_x=False),
+    case("backward by route", 7168, 8, 256, copies=False),
+    case("D-2880", 2880, 4, 128),
+    case("D-32", 32, 8, 64),
+    case("many-routes", 2048, 2048, shapes.MAX_EXPERTS),
+    *(packed_case(format, D, 8, 256) for format in (MXFP8_E4M3, NVFP4) for D in (2048, 2880, 7168, 16384)),
 )

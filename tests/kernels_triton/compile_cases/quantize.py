@@ -31,9 +31,9 @@ def rows(name: str, format, x: str, blocked: bool, num_experts: int = 0, width: 
             "x_ptr": x,
             "values_ptr": "*u8",
             "scales_ptr": "*u8",
-            **({"outer_inv_ptr": "*i16"} if format.two_level else {}),
+            **({"outer_inv_ptr": "*fp32"} if format.two_level else {}),
             **experts,
-            **dict.fromkeys(("R", "C", "L", "x_stride_r", "values_stride", "scales_stride", "outer_stride"), "i32"),
+            **dict.fromkeys(("R", "C", "L", "x_stride_r", "values_stride", "scales_stride"), "i32"),
         },
         {
             "x_stride_c": 1,
@@ -51,7 +51,7 @@ def rows(name: str, format, x: str, blocked: bool, num_experts: int = 0, width: 
         name=name,
         **options("quantize_rows", width, format.two_level),
         aligned=("C", "x_stride_r", "values_stride"),
-        unaligned=("scales_ptr", "outer_inv_ptr", "row_start_ptr", "num_rows_ptr"),
+        unaligned=("scales_ptr", "row_start_ptr", "num_rows_ptr"),
         expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ()), *(("div.rn.f32",) if format.two_level else ())),
         forbid=INEXACT,
     )
