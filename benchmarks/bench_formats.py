@@ -71,7 +71,7 @@ def apart(results: list[RankResults], expected: list[RankResults], name: str) ->
     """Relative error and cosine of a field over all ranks of this process; in parts, to need little memory."""
     error = signal = size = dot = 0.0
     for rank, want in zip(results, expected, strict=True):
-        for a, b in zip(getattr(rank, name).split(64), getattr(want, name).split(64), strict=True):
+        for a, b in zip(getattr(rank, name).split(8), getattr(want, name).split(8), strict=True):
             a, b = a.double(), b.double()
             error, signal, size, dot = (
                 total + float((x * y).sum())
