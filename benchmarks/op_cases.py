@@ -20,6 +20,7 @@ ROW_OPS = ("publish", "route", "dispatch", "swiglu", "swiglu_backward", "combine
 
 # What memory holds before an op writes it: a row that is not written shows.
 _STALE = 7.0
+_CONFIG_HASH = 7
 Outputs = list[tuple[str, Tensor, Tolerance]]
 
 
@@ -82,7 +83,8 @@ class RowOps:
             regions["ids"].own.copy_(wire_ids)
             regions["scores"].own.copy_(torch.where(wire_ids >= 0, torch.rand(wire_ids.shape), 0.0))
             regions["tokens"].own.normal_()
-            regions["header"].own[shapes.HEADER_T] = len(ids[source])
+            header = (shapes.WIRE_VERSION, _CONFIG_HASH, 1, shapes.KIND_TRAIN, len(ids[source]))
+            regions["header"].own[: len(header)] = torch.tensor(header)
         self._plan = self._route(reference.route)
         self._R, R = int(self._plan.row_start_P[-1]), self._capacity
         bf16 = {"dtype": torch.bfloat16, "device": device}
@@ -115,8 +117,9 @@ class RowOps:
         def run(publish):
             publish(
                 self._x, self._ids, self._scores, half=0, check_TD=self._x, check_skip_1=self._zero_1,
-                kind=shapes.KIND_TRAIN, config_hash=7, num_experts=self._E, call_1=torch.zeros_like(self._zero_1),
-                tokens=at.tokens, header=at.header, ids=at.ids, scores=at.scores, stop_1=self._zero_1,
+                kind=shapes.KIND_TRAIN, config_hash=_CONFIG_HASH, num_experts=self._E,
+                call_1=torch.zeros_like(self._zero_1), tokens=at.tokens, header=at.header, ids=at.ids, scores=at.scores,
+                stop_1=self._zero_1,
             )  # fmt: skip
 
         def outputs(_):
