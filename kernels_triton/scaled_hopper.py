@@ -9,8 +9,8 @@ FP32 product is multiplied by the scales of both blocks as it is added; 2^-127, 
 converted, and the bits of an output depend on its own row and column alone. A ring of stages is kept filled across
 tiles: values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
 
-FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad, the warps that load
-tiles also copy them into a second ring. Weight gradients multiply expanded columns instead (wgrad_hopper.py).
+FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
+wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
 
 What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
 latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand
@@ -48,9 +48,8 @@ _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
 TILE = gl.constexpr(128)  # columns of the result, or rows of weights, in a tile: the rows of an atom
-SIDE_ROWS = gl.constexpr(64)  # of the operand of 128 rows, what four warps multiply
 SLOTS = gl.constexpr(3)  # of the ring of transposed tiles
-MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
+PRODUCER_REGISTERS, TRANSPOSER_REGISTERS = gl.constexpr(56), gl.constexpr(72)
 
 
 @dataclass(frozen=True)
@@ -192,16 +191,13 @@ def _multiply(
     rings,
     transposed,
     out,
-    SIDE: gl.constexpr,
     ROWS: gl.constexpr,
     SQUARE: gl.constexpr,
     DGRAD: gl.constexpr,
     BLOCK_L: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """Four warps: the products of half of every tile, and their way out. Four others have the other half: while these
-    add, the tensor cores multiply for those.
-    """
+    """Eight warps: the products of every tile, and its way out."""
     L, _all_columns, _first_column, width, contraction = sizes
     a_ring, w_ring, a_scales, w_scales, full, empty = rings
     t_ring, t_full, t_empty = transposed
@@ -209,11 +205,11 @@ def _multiply(
     STAGES: gl.constexpr = a_ring.shape[0]
     SWAP: gl.constexpr = ROWS < 128
     SLOTS: gl.constexpr = t_ring.shape[0]
-    M: gl.constexpr = SIDE_ROWS
-    N: gl.constexpr = 64 if ROWS > 64 else ROWS  # of a product: with more, registers do not suffice for two
-    PARTS: gl.constexpr = ROWS // N
+    M: gl.constexpr = 128
+    N: gl.constexpr = ROWS if SWAP else TILE
     GROUPS: gl.constexpr = N // BLOCK if SQUARE else N
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    PIPELINED: gl.constexpr = SQUARE or N < 128  # else registers do not suffice for two products
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
     ends_L = _row_tile_ends(tables[1], L, ROWS, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     zeros = gl.zeros([M, N], gl.float32, layout=ACC)
@@ -221,9 +217,8 @@ def _multiply(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
         _expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS, GROUP_M)
-        first = gl.reshape(gl.zeros([M, N], gl.float32, layout=ACC), [M, GROUPS, N // GROUPS])
-        second = first
-        SCALES: gl.constexpr = gl.SliceLayout(2, first.type.layout)
+        acc = gl.reshape(zeros, [M, GROUPS, N // GROUPS])
+        SCALES: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
         for _k in range(0, contraction, STEP):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -235,43 +230,30 @@ def _multiply(
                 w_values = w_ring.index(stage).reshape([TILE, STEP])
             if SWAP:
                 m_values, n_values = w_values, a_ring.index(stage)
-                m_scales, n_scales = w_scales.index(stage), a_scales.index(stage)
+                m_words = w_scales.index(stage).load(gl.SliceLayout(1, SCALES))
+                n_words = a_scales.index(stage).load(gl.SliceLayout(0, SCALES))
             else:
                 m_values, n_values = a_ring.index(stage), w_values
-                m_scales, n_scales = a_scales.index(stage), w_scales.index(stage)
-            m_values = m_values.slice(SIDE * M, M, 0)
-            m_words = m_scales.slice(SIDE * M, M).load(gl.SliceLayout(1, SCALES))
-            first_words = n_scales.slice(0, GROUPS).load(gl.SliceLayout(0, SCALES))
-            second_words = n_scales.slice((PARTS - 1) * GROUPS, GROUPS).load(gl.SliceLayout(0, SCALES))
-            product = _product(m_values, n_values.slice(0, N, 0), zeros, 0)
-            for i in gl.static_range(4 * PARTS):
-                if i < 4 * PARTS - 1:
-                    part = n_values.slice((i + 1) % PARTS * N, N, 0)
-                    following = _product(m_values, part, zeros, (i + 1) // PARTS)
-                    product = warpgroup_mma_wait(1, deps=(product,))
-                else:
-                    product = warpgroup_mma_wait(0, deps=(product,))
+                m_words = a_scales.index(stage).load(gl.SliceLayout(1, SCALES))
+                n_words = w_scales.index(stage).load(gl.SliceLayout(0, SCALES))
+            product = _product(m_values, n_values, zeros, 0)
+            for j in gl.static_range(4):
+                if PIPELINED and j < 3:
+                    following = _product(m_values, n_values, zeros, j + 1)
+                product = warpgroup_mma_wait(1 if PIPELINED and j < 3 else 0, deps=(product,))
+                if j == 3:
                     mbarrier.arrive(empty.index(stage))
                     if DGRAD:
                         mbarrier.arrive(t_empty.index(slot))
-                n_words = first_words if i % PARTS == 0 else second_words
-                scale = gl.expand_dims(_power(m_words, i // PARTS), 1) * gl.expand_dims(_power(n_words, i // PARTS), 0)
-                scaled = gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
-                if i % PARTS == 0:
-                    first += scaled
-                else:
-                    second += scaled
-                if i < 4 * PARTS - 1:
-                    product = following
+                scale = gl.expand_dims(_power(m_words, j), 1) * gl.expand_dims(_power(n_words, j), 0)
+                acc += gl.reshape(product, [M, GROUPS, N // GROUPS]) * gl.expand_dims(scale, 2)
+                if j < 3:
+                    product = following if PIPELINED else _product(m_values, n_values, zeros, j + 1)
             step += 1
-        for part in gl.static_range(PARTS):
-            result = gl.reshape(first if part == 0 else second, [M, N]).to(gl.bfloat16)
-            if SWAP:
-                at = (row, col + SIDE * M)
-                result = gl.permute(result, (1, 0))
-            else:
-                at = (row + SIDE * M, col + part * N)
-            _store(result, out_ptr, at[0], at[1], row_end, width, pitch)
+        result = gl.reshape(acc, [M, N]).to(gl.bfloat16)
+        if SWAP:
+            result = gl.permute(result, (1, 0))
+        _store(result, out_ptr, row, col, row_end, width, pitch)
 
 
 @gluon.jit
@@ -330,14 +312,14 @@ def _rows_times_weight_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=1)
     if DGRAD:
         t_ring = gl.allocate_shared_memory(VALUES, [SLOTS, TILE, STEP], a_desc.layout)
         t_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         t_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(SLOTS):
             mbarrier.init(t_full.index(slot), count=1)
-            mbarrier.init(t_empty.index(slot), count=2)
+            mbarrier.init(t_empty.index(slot), count=1)
         transposed = (t_ring, t_full, t_empty)
     else:
         transposed = (a_ring, full, empty)
@@ -353,12 +335,11 @@ def _rows_times_weight_kernel(
     w = (w_desc, w_scales_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (sizes, tables, rings, transposed, out, 0, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
-            (_multiply, (sizes, tables, rings, transposed, out, 1, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
+            (_multiply, (sizes, tables, rings, transposed, out, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
             (_produce, (sizes, tables, rings, transposed, a, w, ROWS, SQUARE, DGRAD, BLOCK_L, GROUP_M)),
         ],
-        [4, 4 if DGRAD else 1],
-        [216, 72] if DGRAD else [232, 40],
+        [4 if DGRAD else 1],
+        [TRANSPOSER_REGISTERS if DGRAD else PRODUCER_REGISTERS],
     )
 
 
@@ -483,5 +464,5 @@ def _rows_times_weight(
         BLOCK_L=max(32, next_power_of_2(L)),
         STAGES=config.num_stages,
         GROUP_M=GROUP_M,
-        num_warps=4,
+        num_warps=8,
     )

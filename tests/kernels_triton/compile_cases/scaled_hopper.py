@@ -29,7 +29,7 @@ def case(rows: int, square: bool, stages: int, dgrad: bool = False) -> Case:
         },
         {"ROWS": rows, "SQUARE": square, "DGRAD": dgrad, "BLOCK_L": 128, "STAGES": stages, "GROUP_M": GROUP_M},
         name=f"{'dgrad' if dgrad else 'forward'}-{rows} rows-{'square' if square else 'along K'}",
-        num_warps=4,
+        num_warps=8,
         aligned=("all_columns", "width", "pitch", "contraction"),
         unaligned=("a_start_ptr", "a_scales_start_ptr", "out_start_ptr", "stop_ptr"),
         expect=("cp.async.bulk.tensor.2d.shared::", "k32.f32.e4m3.e4m3", "setmaxnreg", "st.global.v4.b32"),
