@@ -383,7 +383,7 @@ def test_ops_with_a_norm_pass_opcheck(save):
             context.reset()
             weight = weight.detach()
             with torch.no_grad():
-                _, *state = ops.bf16_forward(*op_arguments(context, True), False, None, weight, NUMBERS)
+                _, state = ops.bf16_forward(*op_arguments(context, True), False, None, weight, NUMBERS)
             given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
             arguments = (torch.randn(T, D).bfloat16(), *given, weight, NUMBERS, True)
             torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
@@ -397,7 +397,7 @@ def test_backward_op_passes_opcheck(needs):
         for utility, shape in itertools.product(("test_schema", "test_faketensor"), ((T, D), (T, K, D))):
             context.reset()
             with torch.no_grad():
-                _, *state = ops.bf16_forward(*op_arguments(context, True), len(shape) == 3)
+                _, state = ops.bf16_forward(*op_arguments(context, True), len(shape) == 3)
             given = list(inputs().values())
             arguments = (torch.randn(shape).bfloat16(), *given[1:], state, *needs, torch.float32, 0, context.name)
             torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
@@ -405,19 +405,18 @@ def test_backward_op_passes_opcheck(needs):
 
 def test_ops_mutate_nothing_and_return_nothing_of_their_arguments():
     for op in (ops.bf16_forward, ops.bf16_backward):
-        schema = op._schema if op is ops.bf16_forward else op._opoverload._schema
-        assert not schema.is_mutable
-        assert all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
+        assert not op._schema.is_mutable
+        assert all(value.alias_info is None for value in [*op._schema.arguments, *op._schema.returns])
 
 
 def test_fakes_have_the_shapes_of_the_real_thing(fast):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    out, *state = ops.bf16_forward(*op_arguments(fast, True))
+    out, state = ops.bf16_forward(*op_arguments(fast, True))
     fast.reset()
     with FakeTensorMode() as mode:
         fake_inputs = {name: mode.from_tensor(value) for name, value in inputs().items()}
-        fake_out, *fake_state = ops.bf16_forward(*fake_inputs.values(), True, *fast.saved.selected, fast.name)
+        fake_out, fake_state = ops.bf16_forward(*fake_inputs.values(), True, *fast.saved.selected, fast.name)
     for real, fake in zip([out, *state], [fake_out, *fake_state], strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
@@ -435,7 +434,7 @@ def test_saved_state_is_x_and_h1_and_small_tables():
     """For backward: x_RD and h1 in the slot, and returned tables of at most 16 bytes a row of capacity, 8 bytes a
     (local expert, rank), and one fixed record of scalars."""
     with create_context(group=None, config=config(), device="cpu", backend="reference") as context:
-        _, *state = ops.bf16_forward(*op_arguments(context, True))
+        _, state = ops.bf16_forward(*op_arguments(context, True))
         plan, rows, L, W = context.memory_plan, context.path.capacity_rows, E, 1
         scalars = 16 * 8  # counts and the place record
         saved = sum(tensor.numel() * tensor.element_size() for tensor in state)
