@@ -14,7 +14,7 @@ from .route_plan import RoutePlan
 from .weights import operands_of_backward
 from .wgrad import W2, W13, Targets, WeightGrads
 
-NO_SLOT = -1
+NO_SLOT, SELECTED = -1, -2  # in place of a slot: none, and the one that is selected when a compiled program runs
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
 X, SCORES, NORM_WEIGHT = 0, 2, 5  # places among the tensors of a call, as W13 and W2 are
 SLOT = 6  # among the arguments of a forward op
@@ -38,7 +38,7 @@ class Differentiable(torch.autograd.Function):
             )
         if not compiling and runs_again(op, inputs):
             inputs = (*inputs[:SLOT], NO_SLOT, *inputs[SLOT + 1 :])
-        out_TD, state = forward_below_autograd(op, wgrads, inputs, compiling)
+        out_TD, state = forward_below_autograd(op, wgrads, inputs)
         _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *more = inputs
         ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
         ctx.mark_non_differentiable(*state)
@@ -72,13 +72,13 @@ class Differentiable(torch.autograd.Function):
         return None, None, *by_input
 
 
-def forward_below_autograd(op, wgrads: WeightGrads, inputs: tuple, compiling: bool = False):
+def forward_below_autograd(op, wgrads: WeightGrads, inputs: tuple):
     """The op, below autograd, of the weights that wgrads makes."""
     if wgrads.preprocess_fn is not None:
         weights = wgrads.preprocessed(live_context(inputs[8]), *inputs[W13 : W2 + 1])
         inputs = (*inputs[:W13], *weights, *inputs[W2 + 1 :])
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs, compiled=True) if compiling else op(*inputs)
+        return op(*inputs)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ def _define(name: str, function, fake, differentiable):
     _LIBRARY.define(f"{name}{torch.library.infer_schema(function, mutates_args=())}", tags=torch.Tag.pt2_compliant_tag)
     op = getattr(torch.ops.dist_moe, name).default
 
-    def with_autograd(*inputs, **more):
+    def with_autograd(*inputs):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             return differentiable(op, *inputs)
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs, **more)
+            return op(*inputs)
 
     for kernel, key in (
         (function, "CompositeExplicitAutograd"),
@@ -69,5 +69,5 @@ class _DifferentiatedOnce(torch.autograd.Function):
         raise NotImplementedError("routed_experts: the backward of a backward is not there")
 
 
-def _refuse_vmap(*inputs, **more):
+def _refuse_vmap(*inputs):
     raise NotImplementedError("routed_experts cannot run under torch.vmap: it is a call of all ranks, once")

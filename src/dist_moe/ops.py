@@ -12,7 +12,7 @@ from . import moe
 from .checkpoints import EARLY_STOP, is_first_run
 from .checks import check_call, require_route_outputs, wants_backward
 from .context import Context, live_context
-from .node import NO_SLOT, NUM_PLAN_TENSORS, Differentiable, forward_below_autograd, num_state_tensors
+from .node import NO_SLOT, NUM_PLAN_TENSORS, SELECTED, Differentiable, forward_below_autograd, num_state_tensors
 from .norm import keeps_rstd, norm_of
 from .op_definition import define_backward, define_forward
 from .options import ExecutionOptions, callable_of, clip_limit_of, norm_arguments_of, norm_weights_of
@@ -36,7 +36,6 @@ def _bf16_forward(
     clip_limit: float | None = None,
     norm_weight_D: Tensor | None = None,
     norm: list[float] | None = None,
-    compiled: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """out_TD and, of a forward that saves, the state that bf16_backward takes: the tensors of the route plan, the place
     record, and of a norm the rows and their 1 / rms; last, with a clip_limit, the clip statistics, FP32 [3], which
@@ -46,10 +45,10 @@ def _bf16_forward(
     norm_weight_D, norm: RMSNorm behind the experts, see norm_of.
 
     With NO_SLOT the state is for show: a checkpoint will drop it and run the forward again before the backward.
-    compiled: nobody could tell before whether there is a plain checkpoint around the compiled program.
+    With SELECTED it is a compiled program's: slot and depth, and whether there is a checkpoint around the program, are
+    what they are when it runs.
     """
     ctx = live_context(context)
-    slot = NO_SLOT if compiled and is_first_run() else slot
     with ctx.call():
         weights = expert_major(ctx, w13, w2)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
@@ -63,6 +62,8 @@ def run_forward(
     """What _bf16_forward returns, of weights as the path takes them, clip statistics apart; inside ctx.call()."""
     if returns_routes or norm[1] is not None:
         require_route_outputs(ctx)  # of callers of the op
+    if slot == SELECTED:
+        slot, depth = (NO_SLOT, depth) if is_first_run() else ctx.saved.selected
     out_TD = empty_out(x_TD, ids_TK, returns_routes)
     norm_state = empty_norm_state(x_TD, ids_TK, save, norm[1])
     saves_in_slot = save and slot != NO_SLOT
@@ -75,6 +76,8 @@ def run_forward(
     call.norm = norm_of(*norm)
     call.keep(*norm_state)
     moe.forward(ctx.path, ctx.ranks, [call])
+    if saves_in_slot:
+        ctx.saved.newest.address = call.place.data_ptr()
     return out_TD, [*call.plan.tensors(), call.place, *norm_state] if save else [], clip_stats
 
 
@@ -110,7 +113,6 @@ def _fake_bf16_forward(
     clip_limit=None,
     norm_weight_D=None,
     norm=None,
-    compiled=False,
 ):
     state = fake_state(x_TD, ids_TK, save, norm, context) + empty_clip_stats(x_TD, clip_limit)
     return empty_out(x_TD, ids_TK, returns_routes), state
@@ -247,7 +249,7 @@ def run_backward(
         rows_TKD, rstd_TK = state[NUM_PLAN_TENSORS + 1 : num_state_tensors(norm)]
         call.norm, call.rows_TKD, call.rstd_TK = norm, rows_TKD, rstd_TK if rstd_TK.dim() > 1 else None
         call.grad_norm_weight_D = grads[4] if grads[4].numel() else None
-    ctx.saved.pop(slot)
+    ctx.saved.pop(slot, state[NUM_PLAN_TENSORS].data_ptr())
     moe.backward(ctx.path, ctx.ranks, [call])
 
 
@@ -356,7 +358,7 @@ def routed_experts(
             )
         norm_weight_D, norm = norm_arguments_of(options)
         save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight, *norm_weights_of(options))
-        slot, depth = context.saved.selected
+        slot, depth = (SELECTED, 1) if torch.compiler.is_compiling() else context.saved.selected
         inputs, prepared = unprepared(inputs)
         wgrads = weight_grads_of(options, inputs, save)
         clip_limit, post = clip_limit_of(options), callable_of(options)

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checkpoints import is_first_run
 from .context import Context, live_context
-from .node import NO_SLOT
 from .norm import norm_of
 from .op_definition import define_backward, define_forward
 from .ops import (
@@ -51,12 +49,10 @@ def _block_scaled_forward(
     clip_limit: float | None = None,
     norm_weight_D: Tensor | None = None,
     norm: list[float] | None = None,
-    compiled: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, unless they
     were prepared (weights.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
-    slot = NO_SLOT if compiled and is_first_run() else slot
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
@@ -89,7 +85,6 @@ def _fake_block_scaled_forward(
     clip_limit=None,
     norm_weight_D=None,
     norm=None,
-    compiled=False,
 ):
     ctx, state = live_context(context), fake_state(x_TD, ids_TK, save, norm, context)
     if save and not prepared:

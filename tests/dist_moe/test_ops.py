@@ -13,7 +13,6 @@ import pytest
 import torch
 from tests.path_cases import Case, assert_results_close, dense
 from tests.rank_calls import forward, leaves_of, on_ranks, results_of
-from torch.utils.checkpoint import checkpoint
 
 from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, routed_experts
 from dist_moe.dense import dense_moe
@@ -186,56 +185,6 @@ def test_outputs_are_fresh_and_inputs_untouched(context):
     call(context, x_TD=torch.randn(T, D).bfloat16())
     assert torch.equal(first, copy)
     assert all(torch.equal(value, before[name]) for name, value in given.items())
-
-
-def test_checkpoint_recomputes_the_same_bits(context):
-    grads = []
-    for recompute in (False, True):
-        given = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in inputs().items()}
-        args = (*given.values(), context)
-        out = checkpoint(routed_experts, *args, use_reentrant=False) if recompute else routed_experts(*args)
-        out.float().square().sum().backward()
-        grads.append([out.detach(), *(v.grad for v in given.values() if v.is_floating_point())])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_selective_checkpoint_that_keeps_the_forward(fast):
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    def policy(_, op, *args, **kwargs):
-        keep = op == torch.ops.dist_moe.bf16_forward.default
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    grads = []
-    for options in ({}, {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}):
-        given = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in inputs().items()}
-        run = lambda *args: routed_experts(*args) * 2  # noqa: E731
-        out = checkpoint(run, *given.values(), fast, use_reentrant=False, **options)
-        out.float().square().sum().backward()
-        grads.append([out.detach(), *(v.grad for v in given.values() if v.is_floating_point())])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_checkpointed_blocks_of_two_layers_need_room_for_two():
-    """Fifty steps: the slot is empty after each, whatever the checkpoint recomputed."""
-    with create_context(
-        group=None, config=config(max_moe_layers_per_activation_slot=2), device="cpu", backend="reference"
-    ) as context:
-        given = inputs()
-        x = given.pop("x_TD").requires_grad_()
-
-        def block(x):
-            return routed_experts(routed_experts(x, **given, context=context), **given, context=context)
-
-        block(x).float().sum().backward()
-        wanted = x.grad
-        for _ in range(50):
-            x.grad = None
-            checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).float().sum().backward()
-            assert not context.ranks[0].slot_layers_N.any() and not context.ranks[0].slot_used_NW.any()
-        x.grad = None
-        checkpoint(block, x, use_reentrant=False).float().sum().backward()
-        assert torch.equal(x.grad, wanted)
 
 
 def test_evaluation_between_forward_and_backward(context):
@@ -456,21 +405,6 @@ def test_what_a_forward_made_dies_with_its_output(fast):
         assert node() is None and not any(ref() for ref in state)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_training_function_gives_the_eager_bits(backend, fast):
-    def layer(x, scores, w13, w2):
-        return routed_experts(x, given["topk_expert_ids_TK"], scores, w13, w2, fast) * 2
-
-    given = inputs()
-    results = []
-    for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
-        leaves = [given[n].detach().requires_grad_() for n in ("x_TD", "topk_scores_TK", "w13_weight", "w2_weight")]
-        out = function(*leaves)
-        out.float().square().sum().backward()
-        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_hooks_of_any_callable_are_taken(fast):
