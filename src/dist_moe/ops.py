@@ -339,8 +339,8 @@ def routed_experts(
              weight of an RMSNormPostprocess, once a forward, in one visit or, with retain_graph, one for the inputs and
              one for the weights with the same gradient tensor of the output, as zero-bubble schedules have it; weight
              gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the
-             parameter's grad_dtype). A selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward
-             (block_scaled_forward); a plain one saves, when it recomputes, into the slot then selected.
+             parameter's grad_dtype). A checkpoint makes the call again, into the slot then selected, unless it is a
+             selective one that saves the outputs of FORWARD_OPS.
     Raises:  TypeError, ValueError for arguments; NotImplementedError for inplace_wgrad_accum in torch.compile;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
     Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.

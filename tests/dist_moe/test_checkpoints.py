@@ -79,10 +79,12 @@ def test_bits_and_how_often_the_call_runs(name, context, forwards):
     block = Block(context)
     wanted = block.step(tokens(9))
     forwards.clear()
+    context.reset_memory_stats()
     for step in range(1, 51):
         assert_equal(block.step(tokens(9), checkpointed(block, EVERY[name]())), wanted)
         assert len(forwards) == step * (1 if name in SAVES_OURS else 2)
         assert_slots_are_empty(context)
+    assert context.memory_stats().calls == 50
 
 
 @pytest.mark.parametrize("name", EVERY)
