@@ -6,7 +6,7 @@ from tests.transformer_block import Block, assert_equal, assert_near, config, to
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dist_moe
-from dist_moe import BlockScaledConfig, create_context
+from dist_moe import BlockScaledConfig, SlotError, create_context
 
 aten = torch.ops.aten
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
@@ -150,6 +150,20 @@ def test_inside_of_a_compiled_program_recomputing_ours_is_refused_by_name(name, 
         block.step(tokens(9), compiled)
     assert_slots_are_empty(context)
     block.step(tokens(9))  # the context works on
+
+
+def test_around_a_compiled_program_a_selective_one_that_names_ours_is_a_slot_error():
+    """Loud: it saved what a forward returned that kept nothing."""
+    torch._dynamo.reset()
+    with context_of() as context:
+        block = Block(context)
+        compiled = torch.compile(block, backend="inductor", fullgraph=True)
+        block.step(tokens(9), checkpointed(compiled, SAVES_OURS["by list"]()))
+        with pytest.raises(SlotError):
+            context.check()
+        context.reset()
+        block.step(tokens(9))
+        context.check()
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "plain call"])

@@ -68,6 +68,39 @@ def test_compiled_steps_with_options_have_the_eager_bits(options, precision):
             assert torch.equal(stats, counted)
 
 
+@pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2")], ids="+".join)
+def test_weights_without_a_gradient(frozen):
+    with context_of(config()) as context:
+        block = Block(context)
+        for name in frozen:
+            getattr(block, name).requires_grad_(False)
+        compiled, found = torch.compile(block, backend="aot_eager", fullgraph=True), []
+        for function in (block, compiled):
+            function(tokens(9)).float().square().sum().backward()
+            grads = {name: parameter.grad for name, parameter in block.named_parameters()}
+            assert {name for name, grad in grads.items() if grad is None} == set(frozen)
+            found.append([grad for grad in grads.values() if grad is not None])
+            block.zero_grad()
+        assert_equal(*found)
+
+
+def test_compiled_evaluation_between_forward_and_backward():
+    with context_of(config()) as context:
+        block = Block(context)
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        wanted, expected = block.step(tokens(9)), block(tokens(20)).detach()
+        context.reset()
+        for mode in (torch.no_grad, torch.inference_mode):
+
+            def evaluated(x_TD, mode=mode):
+                out_TD = compiled(x_TD)
+                with mode():
+                    assert torch.equal(compiled(tokens(20)), expected)
+                return out_TD
+
+            assert_equal(block.step(tokens(9), evaluated), wanted)
+
+
 def test_the_slot_of_a_compiled_call_is_the_one_selected_when_it_runs():
     with context_of(config(num_activation_slots=6)) as context:
         block, counter = Block(context), CompileCounterWithBackend("aot_eager")
@@ -177,6 +210,18 @@ def test_prepared_weights_are_compiled_with_the_block(how):
         for T in TWENTY:
             assert torch.equal(compiled(tokens(T)), block(tokens(T)))
         assert counter.frame_count <= MOST_COMPILATIONS
+
+
+def test_an_exported_block_holds_its_prepared_weights(tmp_path):
+    with context_of(serving(block_scaled=BlockScaledConfig()), name="prepared") as context, torch.no_grad():
+        block = Served(context, BlockScaledConfig())
+        sizes = ({0: torch.export.Dim("T", min=2, max=T_MAX)},)
+        exported = torch.export.export(block, (tokens(9),), dynamic_shapes=sizes, strict=True)
+        torch.export.save(exported, tmp_path / "block.pt2")
+        wanted = [block(tokens(T)) for T in (2, 20)]
+        block.prepared[0].fprop_data.view(torch.uint8).zero_()  # the program has its own
+        run = torch.export.load(tmp_path / "block.pt2").module()
+        assert_equal([run(tokens(T)) for T in (2, 20)], wanted)
 
 
 LOAD = """

@@ -311,6 +311,20 @@ def test_forward_op_passes_opcheck(save, layout):
         torch.library.opcheck(ops.bf16_forward, op_arguments(context, save, x_TD=x, topk_scores_TK=scores, **weights))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("scores_dtype", [torch.float32, torch.bfloat16])
+def test_forward_op_of_fewer_tokens_and_other_dtypes_passes_opcheck(tokens, scores_dtype):
+    deep = config(max_moe_layers_per_activation_slot=64)
+    with create_context(group=None, config=deep, device="cpu", backend="reference") as context:
+        given = inputs()
+        few = {
+            "x_TD": given["x_TD"][:tokens].requires_grad_(),
+            "topk_expert_ids_TK": given["topk_expert_ids_TK"][:tokens].int(),
+            "topk_scores_TK": given["topk_scores_TK"][:tokens].to(scores_dtype).requires_grad_(),
+        }
+        torch.library.opcheck(ops.bf16_forward, op_arguments(context, True, **few))
+
+
 @pytest.mark.parametrize("save", [False, True])
 def test_forward_op_by_route_and_counting_passes_opcheck(save):
     deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
@@ -338,7 +352,7 @@ def test_ops_with_a_norm_pass_opcheck(save):
             torch.library.opcheck(ops.bf16_backward, arguments, test_utils=utility)
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
 def test_backward_op_passes_opcheck(needs):
     """Its state is used up by the first run, so each utility gets a forward of its own."""
     deep = config(max_moe_layers_per_activation_slot=64, route_outputs=True)
