@@ -56,10 +56,10 @@ use-active:
 	  "dist_moe needs Python 3.11 or newer, found " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 ifeq ($(HAS_DRIVER),True)
-	.venv/bin/python -m pip install -e '.[demo,test,dev,cute]'
+	.venv/bin/python -m pip install -e '.[demo,test,dev,cute,transformers]'
 else
 	.venv/bin/python -m pip install $$(grep '^torch==' constraints-cpu.txt)  # by itself: the pin names a CPU wheel
-	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[demo,test,dev,cute]'
+	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[demo,test,dev,cute,transformers]'
 endif
 	touch $@
 

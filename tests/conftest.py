@@ -26,7 +26,8 @@ MAJORS = {"sm90": 9, "sm100": 10}  # of the compute capability
 _CUTE = {"nvidia-cutlass-dsl": importlib.util.find_spec("cutlass") is not None}
 _EMULATED = _CUTE | {"C compiler": shutil.which("cc") is not None}
 _VERIFIED = _EMULATED | {"sentryward": importlib.util.find_spec("sentryward") is not None}
-PACKAGES = {"cute": _CUTE, "emulated": _EMULATED, "verified": _VERIFIED}
+_TRANSFORMERS = {"transformers": importlib.util.find_spec("transformers") is not None}
+PACKAGES = {"cute": _CUTE, "emulated": _EMULATED, "verified": _VERIFIED, "transformers": _TRANSFORMERS}
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

@@ -21,6 +21,9 @@ DISTRIBUTED = (
     "block_scaled_inference",
     "several_layers",
     "reopen",
+    "compile",
+    "export",
+    "selective_checkpoint",
     "fsdp2",
     "checkpoint",
     "pipeline",
@@ -44,7 +47,7 @@ def torchrun(name: str, *flags: str, W: int = 2) -> str:
 
 def test_every_example_says_how_to_run_it():
     programs = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in HELPERS)
-    assert programs == sorted([*DISTRIBUTED, "plan_memory", "quantize"])
+    assert programs == sorted([*DISTRIBUTED, "qwen3_moe", "plan_memory", "quantize"])
     for name in programs:
         text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert f"examples/{name}.py" in text.split("Run: ")[1]
@@ -67,6 +70,11 @@ def test_on_two_cpu_processes(name):
 @pytest.mark.parametrize("name", MESHES)
 def test_on_four_cpu_processes(name):
     as_torchrun_does(4, _run_example, str(EXAMPLES / f"{name}.py"), "--cpu")
+
+
+@pytest.mark.transformers
+def test_qwen3_on_two_cpu_processes():
+    test_on_two_cpu_processes("qwen3_moe")
 
 
 @pytest.mark.ranks(2)

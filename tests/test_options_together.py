@@ -183,7 +183,7 @@ def test_accumulating_ops_with_a_norm_pass_opcheck(precision, needs_norm_weight)
             context.reset()
             forward = getattr(torch.ops.dist_moe, f"{name}_forward")
             saving = (True, *context.saved.selected, context.name)
-            _, *state, _ = forward(layer.x.detach(), *tokens, *saving, *more, False, None, *norm)
+            _, state = forward(layer.x.detach(), *tokens, *saving, *more, False, None, *norm)
             into = [torch.ones_like(w, dtype=FP32) for w in weights]
             arguments = (layer.grad_TD, *tokens, state, *into, True, False, 0, context.name, *norm, needs_norm_weight)
             op = getattr(torch.ops.dist_moe, f"{name}_backward_accumulate_").default

@@ -21,6 +21,7 @@ from .errors import PeerTimeoutError as PeerTimeoutError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import RoutingOverflowError as RoutingOverflowError
 from .errors import SlotError as SlotError
+from .op_definition import FORWARD_OPS as FORWARD_OPS
 from .ops import routed_experts
 from .options import ExecutionOptions, RMSNormPostprocess, supports_fused_post_expert_rmsnorm
 from .planner import MemoryPlan, plan_memory

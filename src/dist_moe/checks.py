@@ -20,6 +20,8 @@ from .options import (
 from .planner import missing_route_bytes
 from .weights import PreparedWeight
 
+_NO_OPTIONS = ExecutionOptions()
+
 
 def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: ExecutionOptions | None = None) -> None:
     """Everything the host can know of a call, in the documented order. Raises TypeError, ValueError or RuntimeError."""
@@ -27,7 +29,7 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
     where = "routed_experts"
     if options is not None and not isinstance(options, ExecutionOptions):
         raise TypeError(f"{where}: options must be an ExecutionOptions or None, got {type(options).__name__}")
-    options = options or ExecutionOptions()
+    options = options or _NO_OPTIONS
     for name, value in (("x_TD", x_TD), ("topk_expert_ids_TK", ids_TK), ("topk_scores_TK", scores_TK)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{where}: {name} must be a tensor, got {type(value).__name__}")

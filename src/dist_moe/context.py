@@ -253,6 +253,7 @@ class Context:
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # a compiled program finds the slot that was selected before it
     def select_activation_slot(self, activation_slot: int, num_moe_layers_in_slot: int) -> None:
         """Choose the slot of later forwards and how many layers it will hold; a backward finds its own slot.
 

@@ -126,6 +126,11 @@ class ForwardCall:
     place: Tensor | None = None
     words: tuple[Tensor, ...] = ()  # of place
 
+    def keep(self, rows_TKD: Tensor | None = None, rstd_TK: Tensor | None = None) -> None:
+        """What a norm writes for backward; of 1 / rms nothing where rstd is empty."""
+        self.kept_rows_TKD = rows_TKD
+        self.rstd_TK = rstd_TK if rstd_TK is not None and rstd_TK.dim() > 1 else None
+
     @property
     def by_route(self) -> bool:
         return self.returns_routes or self.norm is not None

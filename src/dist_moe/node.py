@@ -5,17 +5,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from .checkpoints import is_recomputed_when_compiled, runs_again
 from .context import Context, live_context
 from .engine import keeps_graph, takes
 from .route_plan import RoutePlan
 from .weights import operands_of_backward
 from .wgrad import W2, W13, Targets, WeightGrads
 
-NO_SLOT = -1
+NO_SLOT, SELECTED = -1, -2  # in place of a slot: none, and the one that is selected when a compiled program runs
 NUM_PLAN_TENSORS = len(RoutePlan.__dataclass_fields__)
-NUM_STATE_TENSORS = NUM_PLAN_TENSORS + 3  # and the place record, and of a norm the rows and their 1 / rms
 X, SCORES, NORM_WEIGHT = 0, 2, 5  # places among the tensors of a call, as W13 and W2 are
+SLOT = 6  # among the arguments of a forward op
+
+
+def num_state_tensors(norm) -> int:
+    """What a forward hands to backward beside operands: the plan, the place record, of a norm the rows and 1 / rms."""
+    return NUM_PLAN_TENSORS + (1 if norm is None else 3)
 
 
 class Differentiable(torch.autograd.Function):
@@ -23,25 +30,33 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, op, wgrads: WeightGrads, *inputs):
-        out_TD, *state, clip_stats_3 = forward_below_autograd(op, wgrads, inputs)
+        compiling = isinstance(inputs[X], FunctionalTensor)
+        if compiling and is_recomputed_when_compiled(op, inputs):
+            raise NotImplementedError(
+                f"routed_experts: a checkpoint inside of torch.compile has to save the outputs of {op}: give it a "
+                "context_fn whose policy saves those of dist_moe.FORWARD_OPS, or put it around the compiled function"
+            )
+        if not compiling and runs_again(op, inputs):
+            inputs = (*inputs[:SLOT], NO_SLOT, *inputs[SLOT + 1 :])
+        out_TD, state = forward_below_autograd(op, wgrads, inputs)
         _, ids_TK, scores_TK, w13, w2, save, slot, _, context, *more = inputs
         ctx.set_materialize_grads(False)  # zeros for the state would cost a launch each
-        ctx.mark_non_differentiable(clip_stats_3)
+        ctx.mark_non_differentiable(*state)
         is_scaled = live_context(context).path.format is not None
         prepared = more.pop(0) if is_scaled else []
-        _, _, norm_weight_D, ctx.norm = (*more, *[None] * (4 - len(more)))  # trailing defaults are not passed
-        saved = state
+        _, clip_limit, norm_weight_D, ctx.norm = (*more, *[None] * (4 - len(more)))  # trailing defaults are not passed
+        saved = state if clip_limit is None else state[:-1]
         if wgrads.preprocess_fn is not None:  # only the weights as they came, from which backward makes the operands
-            saved = state[:NUM_STATE_TENSORS]
+            saved = state[: num_state_tensors(ctx.norm)]
         if prepared:  # in place of weights that the call would have quantised
-            saved = [*state[:NUM_STATE_TENSORS], *operands_of_backward(prepared)]
+            saved = [*saved, *operands_of_backward(prepared)]
         ctx.save_for_backward(ids_TK, scores_TK, w13, w2, norm_weight_D, *(saved if save else ()))
         ctx.handle, ctx.slot, ctx.kept, ctx.num_inputs, ctx.wgrads = context, slot, None, len(inputs), wgrads
         ctx.norm_input, ctx.returns_routes = 11 + is_scaled, out_TD.dim() == 3
         # Tensors of a trace have no forward behind them: there the device alone finds a misused state.
         tracing = torch.compiler.is_compiling() or type(out_TD) is not Tensor
         ctx.saved_forward = None if tracing or not save or slot == NO_SLOT else live_context(context).saved.newest
-        return out_TD, *state, clip_stats_3
+        return out_TD, *state
 
     @staticmethod
     def backward(ctx, grad_out_TD, *_grads_of_others):

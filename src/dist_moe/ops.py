@@ -6,22 +6,20 @@ reach the op as a clone, and peers would write elsewhere. What forward hands to 
 """
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from . import moe
+from .checkpoints import EARLY_STOP, is_first_run
 from .checks import check_call, require_route_outputs, wants_backward
 from .context import Context, live_context
-from .node import NO_SLOT, NUM_PLAN_TENSORS, NUM_STATE_TENSORS, Differentiable, forward_below_autograd
+from .node import NO_SLOT, NUM_PLAN_TENSORS, SELECTED, Differentiable, forward_below_autograd, num_state_tensors
 from .norm import keeps_rstd, norm_of
+from .op_definition import define_backward, define_forward
 from .options import ExecutionOptions, callable_of, clip_limit_of, norm_arguments_of, norm_weights_of
 from .postprocess import postprocessed
 from .route_plan import RoutePlan
 from .weights import PreparedWeight, unprepared
 from .wgrad import PLAIN, weight_grads_of
-
-# How a checkpoint ends its recomputation once it has what it needs: out of a hook, and no failure.
-_EARLY_STOP = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 
 def _bf16_forward(
@@ -38,45 +36,49 @@ def _bf16_forward(
     clip_limit: float | None = None,
     norm_weight_D: Tensor | None = None,
     norm: list[float] | None = None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """out_TD, then the state that bf16_backward takes: the tensors of the route plan, the place record, and of a norm
-    the rows and their 1 / rms; last, with a clip_limit, the clip statistics, FP32 [3], else nothing. Collective.
+) -> tuple[Tensor, list[Tensor]]:
+    """out_TD and, of a forward that saves, the state that bf16_backward takes: the tensors of the route plan, the place
+    record, and of a norm the rows and their 1 / rms; last, with a clip_limit, the clip statistics, FP32 [3], which
+    backward does not take. Collective.
 
     returns_routes: out is [T, K, D], the rows of the experts without their scores, of which then come no gradients.
     norm_weight_D, norm: RMSNorm behind the experts, see norm_of.
 
-    Only a forward that saves has a backward; the state of others is empty. With NO_SLOT it is for show: a checkpoint
-    will drop it and run the forward again before the backward.
+    With NO_SLOT the state is for show: a checkpoint will drop it and run the forward again before the backward.
+    With SELECTED it is a compiled program's: slot and depth, and whether there is a checkpoint around the program, are
+    what they are when it runs.
     """
     ctx = live_context(context)
     with ctx.call():
         weights = expert_major(ctx, w13, w2)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
-        return run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
+        out_TD, state, clip_stats = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
+    return out_TD, state + clip_stats
 
 
 def run_forward(
     ctx: Context, x_TD, ids_TK, scores_TK, w13, w2, save: bool, slot: int, depth: int, returns_routes, clip_limit, *norm
-) -> tuple:
-    """What _bf16_forward returns, of weights as the path takes them; inside ctx.call()."""
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What _bf16_forward returns, of weights as the path takes them, clip statistics apart; inside ctx.call()."""
     if returns_routes or norm[1] is not None:
         require_route_outputs(ctx)  # of callers of the op
+    if slot == SELECTED:
+        slot, depth = (NO_SLOT, depth) if is_first_run() else ctx.saved.selected
     out_TD = empty_out(x_TD, ids_TK, returns_routes)
     norm_state = empty_norm_state(x_TD, ids_TK, save, norm[1])
     saves_in_slot = save and slot != NO_SLOT
     if saves_in_slot:
         ctx.saved.push(slot, depth)
     call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, returns_routes)
-    clip_stats_3 = empty_clip_stats(x_TD, clip_limit)
-    if clip_limit is not None:
-        call.clip_limit, call.clip_stats_3 = clip_limit, clip_stats_3
+    clip_stats = empty_clip_stats(x_TD, clip_limit)
+    if clip_stats:
+        call.clip_limit, (call.clip_stats_3,) = clip_limit, clip_stats
     call.norm = norm_of(*norm)
-    call.kept_rows_TKD, call.rstd_TK = (part if part.dim() > 1 else None for part in norm_state)
+    call.keep(*norm_state)
     moe.forward(ctx.path, ctx.ranks, [call])
-    state = [*call.plan.tensors(), call.place]
-    return out_TD, *(state if save else [tensor.new_empty(0) for tensor in state]), *norm_state, clip_stats_3
+    if saves_in_slot:
+        ctx.saved.newest.address = call.place.data_ptr()
+    return out_TD, [*call.plan.tensors(), call.place, *norm_state] if save else [], clip_stats
 
 
 def empty_out(x_TD: Tensor, ids_TK: Tensor, returns_routes: bool) -> Tensor:
@@ -84,16 +86,17 @@ def empty_out(x_TD: Tensor, ids_TK: Tensor, returns_routes: bool) -> Tensor:
     return torch.empty((T, K, D) if returns_routes else (T, D), dtype=x_TD.dtype, device=x_TD.device)
 
 
-def empty_norm_state(x_TD: Tensor, ids_TK: Tensor, save: bool, norm: list[float] | None) -> tuple[Tensor, Tensor]:
-    """For the rows and their 1 / rms, empty where nothing is kept."""
-    keeps = save and norm is not None
+def empty_norm_state(x_TD: Tensor, ids_TK: Tensor, save: bool, norm: list[float] | None) -> list[Tensor]:
+    """For the rows and their 1 / rms, if that is kept; nothing without a norm or a backward."""
+    if not save or norm is None:
+        return []
     (T, D), K = x_TD.shape, ids_TK.shape[1]
-    rows = x_TD.new_empty((T, K, D) if keeps else (0,))
-    return rows, x_TD.new_empty((T, K) if keeps and keeps_rstd(norm) else (0,), dtype=torch.float32)
+    rstd_shape = (T, K) if keeps_rstd(norm) else (0,)
+    return [x_TD.new_empty(T, K, D), x_TD.new_empty(rstd_shape, dtype=torch.float32)]
 
 
-def empty_clip_stats(x_TD: Tensor, clip_limit: float | None) -> Tensor:
-    return x_TD.new_empty(0 if clip_limit is None else 3, dtype=torch.float32)
+def empty_clip_stats(x_TD: Tensor, clip_limit: float | None) -> list[Tensor]:
+    return [] if clip_limit is None else [x_TD.new_empty(3, dtype=torch.float32)]
 
 
 def _fake_bf16_forward(
@@ -111,21 +114,23 @@ def _fake_bf16_forward(
     norm_weight_D=None,
     norm=None,
 ):
-    out_TD, norm_state = empty_out(x_TD, ids_TK, returns_routes), empty_norm_state(x_TD, ids_TK, save, norm)
-    return out_TD, *fake_state(x_TD, save, context), *norm_state, empty_clip_stats(x_TD, clip_limit)
+    state = fake_state(x_TD, ids_TK, save, norm, context) + empty_clip_stats(x_TD, clip_limit)
+    return empty_out(x_TD, ids_TK, returns_routes), state
 
 
-def fake_state(x_TD, save, context):
+def fake_state(x_TD, ids_TK, save, norm, context) -> list[Tensor]:
     ctx = live_context(context)
+    if not save:
+        return []
     R, L, W = ctx.path.capacity_rows, ctx.experts_per_rank, ctx.world.size
     i32, i64 = torch.int32, torch.int64
     counts = [(L + 1, i32), (L, i32), (W, i64), (1, i32), (1, i32)]
     sizes = [*counts, *[(R, i32)] * 4, (ctx.path.geometry.place_words, i64)]
-    return [x_TD.new_empty(size if save else 0, dtype=dtype) for size, dtype in sizes]
+    route_state = [x_TD.new_empty(size, dtype=dtype) for size, dtype in sizes]
+    return route_state + empty_norm_state(x_TD, ids_TK, save, norm)
 
 
-@torch.library.custom_op("dist_moe::bf16_backward", mutates_args=())
-def bf16_backward(
+def _bf16_backward(
     grad_out_TD: Tensor,
     ids_TK: Tensor,
     scores_TK: Tensor,
@@ -241,14 +246,13 @@ def run_backward(
         adds_w2,
     )
     if norm is not None:
-        rows_TKD, rstd_TK = state[NUM_PLAN_TENSORS + 1 : NUM_STATE_TENSORS]
+        rows_TKD, rstd_TK = state[NUM_PLAN_TENSORS + 1 : num_state_tensors(norm)]
         call.norm, call.rows_TKD, call.rstd_TK = norm, rows_TKD, rstd_TK if rstd_TK.dim() > 1 else None
         call.grad_norm_weight_D = grads[4] if grads[4].numel() else None
-    ctx.saved.pop(slot)
+    ctx.saved.pop(slot, state[NUM_PLAN_TENSORS].data_ptr())
     moe.backward(ctx.path, ctx.ranks, [call])
 
 
-@bf16_backward.register_fake
 def fake_backward(
     grad_out_TD,
     ids_TK,
@@ -308,40 +312,8 @@ def require_aligned(name: str, tensor: Tensor) -> None:
         )
 
 
-def _refuse_vmap(*inputs):
-    raise NotImplementedError("routed_experts cannot run under torch.vmap: it is a call of all ranks, once")
-
-
-_LIBRARY = torch.library.Library("dist_moe", "FRAGMENT")  # its ops go with it
-
-
-def define_forward(name: str, forward, fake):
-    """The op of a forward, with Differentiable as its autograd.
-
-    By hand what torch.library.custom_op makes, whose layers of Python around a call cost an eager forward of a small
-    model a sixth of its time; docs/performance.md has the figures.
-    """
-    _LIBRARY.define(f"{name}{torch.library.infer_schema(forward, mutates_args=())}", tags=torch.Tag.pt2_compliant_tag)
-    op = getattr(torch.ops.dist_moe, name).default
-
-    def with_autograd(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return Differentiable.apply(op, PLAIN, *inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
-
-    for function, key in (
-        (forward, "CompositeExplicitAutograd"),
-        (with_autograd, "Autograd"),
-        (_refuse_vmap, "FuncTorchBatched"),
-    ):
-        # Dynamo may meet the op outside of a graph, and must not compile what is inside.
-        _LIBRARY.impl(name, torch._disable_dynamo(function), key)
-    torch.library.register_fake(f"dist_moe::{name}", fake, lib=_LIBRARY)
-    return op
-
-
 bf16_forward = define_forward("bf16_forward", _bf16_forward, _fake_bf16_forward)
+bf16_backward = define_backward("bf16_backward", _bf16_backward, fake_backward)
 
 
 def routed_experts(
@@ -367,8 +339,8 @@ def routed_experts(
              weight of an RMSNormPostprocess, once a forward, in one visit or, with retain_graph, one for the inputs and
              one for the weights with the same gradient tensor of the output, as zero-bubble schedules have it; weight
              gradients leave backward in Config.wgrad_dtype, or the weight's dtype (autograd rounds them to the
-             parameter's grad_dtype). A selective checkpoint must save the outputs of torch.ops.dist_moe.bf16_forward
-             (block_scaled_forward); a plain one saves, when it recomputes, into the slot then selected.
+             parameter's grad_dtype). A checkpoint makes the call again, into the slot then selected, unless it is a
+             selective one that saves the outputs of FORWARD_OPS.
     Raises:  TypeError, ValueError for arguments; NotImplementedError for inplace_wgrad_accum in torch.compile;
              a DistMoEError for a fault of an earlier call on any rank (context.check() raises it at once).
     Order:   collective: all ranks issue the same calls in the same order. A rank that raises here tells the others.
@@ -386,9 +358,7 @@ def routed_experts(
             )
         norm_weight_D, norm = norm_arguments_of(options)
         save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight, *norm_weights_of(options))
-        slot, depth = context.saved.selected
-        if save and _runs_again_before_backward():
-            slot = NO_SLOT
+        slot, depth = (SELECTED, 1) if torch.compiler.is_compiling() else context.saved.selected
         inputs, prepared = unprepared(inputs)
         wgrads = weight_grads_of(options, inputs, save)
         clip_limit, post = clip_limit_of(options), callable_of(options)
@@ -397,33 +367,18 @@ def routed_experts(
             op, inputs = torch.ops.dist_moe.block_scaled_forward.default, (*inputs, prepared)
         inputs = (*inputs, post is not None, clip_limit, norm_weight_D, norm)
         if wgrads is PLAIN:
-            out_TD, *_, clip_stats_3 = op(*inputs)
+            out_TD, state = op(*inputs)
         elif save:
-            out_TD, *_, clip_stats_3 = Differentiable.apply(op, wgrads, *inputs)
+            out_TD, *state = Differentiable.apply(op, wgrads, *inputs)
         else:
-            out_TD, *_, clip_stats_3 = forward_below_autograd(op, wgrads, inputs)
+            out_TD, state = forward_below_autograd(op, wgrads, inputs)
         if clip_limit is not None:
-            options.swiglu_clip_stats_out_3.copy_(clip_stats_3)
+            options.swiglu_clip_stats_out_3.copy_(state[-1])
         if post is not None:
             out_TD = postprocessed(post, out_TD, topk_expert_ids_TK, topk_scores_TK, context)
-    except _EARLY_STOP:
+    except EARLY_STOP:
         raise
     except BaseException as error:
         context.refuse(error)
         raise
     return out_TD
-
-
-def _runs_again_before_backward() -> bool:
-    """Whether this forward is the first one of a non-reentrant checkpoint, which drops what it saves.
-
-    Nothing public tells. Were torch to rename what is looked at here, the first forward would keep its room in the slot
-    and the second would raise SlotError: loudly wrong. A selective checkpoint must keep the outputs of bf16_forward.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
-        return False
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return not any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes)

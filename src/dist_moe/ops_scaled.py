@@ -5,14 +5,12 @@ from torch import Tensor
 
 from .context import Context, live_context
 from .norm import norm_of
+from .op_definition import define_backward, define_forward
 from .ops import (
-    NUM_STATE_TENSORS,
     accumulators,
-    define_forward,
     empty_clip_stats,
     empty_grads,
     empty_grads_of_tokens,
-    empty_norm_state,
     empty_norm_weight_grad,
     empty_out,
     expert_major,
@@ -51,20 +49,15 @@ def _block_scaled_forward(
     clip_limit: float | None = None,
     norm_weight_D: Tensor | None = None,
     norm: list[float] | None = None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, empty if
-    they were prepared (weights.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
+) -> tuple[Tensor, list[Tensor]]:
+    """As dist_moe::bf16_forward; the state ends with values, scales and transposed scales of both weights, unless they
+    were prepared (weights.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
     with ctx.call():
         weights = weights_of_call(ctx, w13, w2, prepared)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
-        *found, clip_stats_3 = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
-    operands = _operands(weights)
-    operands = operands if save and not prepared else [x_TD.new_empty(0) for _ in operands]
-    return *found, *operands, clip_stats_3
+        out_TD, state, clip_stats = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
+    return out_TD, state + (_operands(weights) if save and not prepared else []) + clip_stats
 
 
 def _operands(weights) -> list[Tensor]:
@@ -93,22 +86,18 @@ def _fake_block_scaled_forward(
     norm_weight_D=None,
     norm=None,
 ):
-    ctx = live_context(context)
-    operands = [x_TD.new_empty(0) for _ in range(6)]
+    ctx, state = live_context(context), fake_state(x_TD, ids_TK, save, norm, context)
     if save and not prepared:
         L, D, F = ctx.experts_per_rank, ctx.config.hidden_dim, ctx.config.intermediate_dim
         layouts = (weights_layout(L, *shape, ctx.path.format, True) for shape in ((2 * F, D), (D, F)))
-        operands = [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
-    out_TD = empty_out(x_TD, ids_TK, returns_routes)
-    more = (*empty_norm_state(x_TD, ids_TK, save, norm), *operands, empty_clip_stats(x_TD, clip_limit))
-    return out_TD, *fake_state(x_TD, save, context), *more
+        state += [x_TD.new_empty(size, dtype=dtype) for layout in layouts for size, dtype in layout[:3]]
+    return empty_out(x_TD, ids_TK, returns_routes), state + empty_clip_stats(x_TD, clip_limit)
 
 
 block_scaled_forward = define_forward("block_scaled_forward", _block_scaled_forward, _fake_block_scaled_forward)
 
 
-@torch.library.custom_op("dist_moe::block_scaled_backward", mutates_args=())
-def block_scaled_backward(
+def _block_scaled_backward(
     grad_out_TD: Tensor,
     ids_TK: Tensor,
     scores_TK: Tensor,
@@ -135,11 +124,10 @@ def block_scaled_backward(
 
 
 def _weights_of_state(state: list[Tensor]) -> tuple[QuantizedWeights, QuantizedWeights]:
-    operands = state[NUM_STATE_TENSORS:]
-    return tuple(QuantizedWeights(*part, None, None) for part in (operands[:3], operands[3:6]))
+    return tuple(QuantizedWeights(*part, None, None) for part in (state[-6:-3], state[-3:]))
 
 
-block_scaled_backward.register_fake(fake_backward)
+block_scaled_backward = define_backward("block_scaled_backward", _block_scaled_backward, fake_backward)
 
 
 @torch.library.custom_op(

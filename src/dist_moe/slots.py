@@ -3,6 +3,7 @@
 The device keeps its own count, which alone decides when a graph replays or a trace runs without these lines.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from .errors import SlotError
@@ -10,9 +11,11 @@ from .errors import SlotError
 
 @dataclass(eq=False)
 class SavedForward:
-    """A forward whose state lies in a slot."""
+    """A forward whose state lies in a slot; the address is that of its place record."""
 
     slot: int
+    number: int
+    address: int = 0
 
 
 class SavedForwards:
@@ -25,6 +28,7 @@ class SavedForwards:
     def __init__(self, num_slots: int, deepest: int):
         self._stacks: list[list[SavedForward]] = [[] for _ in range(num_slots)]
         self._deepest = deepest
+        self._numbers = itertools.count()
         self.selected = (0, deepest)
         self.newest: SavedForward | None = None
         self.num_resets = 0
@@ -49,7 +53,7 @@ class SavedForwards:
                 f"activation slot {slot} already holds {depth} layers: run their backwards first, select another slot, "
                 "or call context.reset() when their graphs were dropped"
             )
-        self.newest = SavedForward(slot)
+        self.newest = SavedForward(slot, next(self._numbers))
         self._stacks[slot].append(self.newest)
 
     def problem_of(self, saved: SavedForward) -> str | None:
@@ -64,9 +68,19 @@ class SavedForwards:
             return f"backwards of activation slot {saved.slot} must run in the reverse order of their forwards"
         return None
 
-    def pop(self, slot: int) -> None:
-        """Note that the newest forward of a slot has its backward; a negative slot means the one saved into last."""
-        stack = self._stacks[slot if slot >= 0 or self.newest is None else self.newest.slot]
+    def pop(self, slot: int, address: int = 0) -> None:
+        """Note that the newest forward of a slot has its backward.
+
+        A negative slot is that of the forward with this place record, or, where the record was moved, the one saved
+        into last.
+        """
+        if slot < 0:
+            same = [saved for stack in self._stacks for saved in stack if saved.address == address]
+            newest = max(same, key=lambda saved: saved.number, default=self.newest)
+            if newest is None:
+                return
+            slot = newest.slot
+        stack = self._stacks[slot]
         if stack:
             stack.pop()
 

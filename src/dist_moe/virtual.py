@@ -120,8 +120,7 @@ def _forward_call(context: Context, tensors, weights: tuple, save: bool, asked: 
     call = moe.ForwardCall(*inputs, out_TD, save, *context.saved.selected, returns_routes)
     norm_weight_D, norm = norm_arguments_of(asked)
     call.norm = norm_of(norm_weight_D, norm)
-    norm_state = empty_norm_state(x_TD, ids_TK, save, norm)
-    call.kept_rows_TKD, call.rstd_TK = (t if t.dim() > 1 else None for t in norm_state)
+    call.keep(*empty_norm_state(x_TD, ids_TK, save, norm))
     if (clip_limit := clip_limit_of(asked)) is not None:
         call.clip_limit, call.clip_stats_3 = clip_limit, asked.swiglu_clip_stats_out_3
     return call

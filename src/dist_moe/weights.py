@@ -61,13 +61,18 @@ class PreparedWeight:
         return tuple(by_storage.values())
 
     def require_filled(self) -> None:
-        """RuntimeError unless the tensors hold what source holds now: never filled, freed, moved, or source changed."""
+        """RuntimeError unless the tensors hold what source holds now: never filled, freed, moved, or source changed.
+
+        Of a compiled call only the first is found, when it is compiled: a graph holds neither addresses nor versions.
+        """
         if problem := self._problem():
             raise RuntimeError(f"PreparedWeight: {problem}; call prepare_block_scaled_weight(weight, config, out=this)")
 
     def _problem(self) -> str | None:
         if self._filled is None:
             return "it was never filled"
+        if torch.compiler.is_compiling():
+            return None
         if _are_freed(self):
             return "its storages were freed"
         if _addresses(self) != self._filled.addresses:

@@ -480,7 +480,7 @@ def test_accumulating_ops_pass_opcheck_and_return_nothing_of_their_arguments(wan
         for utility in ("test_faketensor",) if precision else ("test_schema", "test_faketensor"):
             context.reset()
             forward = getattr(namespace, f"{name}_forward")
-            _, *state = forward(layer.x.detach(), *tokens, True, *context.saved.selected, context.name, *more)
+            _, state = forward(layer.x.detach(), *tokens, True, *context.saved.selected, context.name, *more)
             into = [torch.ones_like(w, dtype=FP32) if want else None for w, want in zip(weights, wanted, strict=True)]
             flags = [adds and want for want in wanted]
             arguments = (layer.grad_TD, *tokens, state, *into, *flags, 0, context.name)

@@ -1,0 +1,181 @@
+"""CUDA graphs of training, accumulation and inference, and compiled blocks, on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dist_moe import BlockScaledConfig, ExecutionOptions, create_context, routed_experts
+from tests.transformer_block import T_MAX, Block, D, E, F, K, assert_equal, assert_near, config, serving, tokens
+
+pytestmark = pytest.mark.gpu
+
+PRECISIONS = pytest.mark.parametrize("precision", [None, BlockScaledConfig()], ids=["bf16", "mxfp8"])
+GRAD_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16 grads", "fp32 grads"])
+
+
+def tensors(seed: int = 0) -> list[torch.Tensor]:
+    """x, ids, scores, w13, w2 and the gradient of the output."""
+    g = torch.Generator().manual_seed(seed)
+    made = [
+        torch.randn(T_MAX, D, generator=g).bfloat16(),
+        torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T_MAX)]),
+        torch.rand(T_MAX, K, generator=g),
+        (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
+        (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
+        torch.randn(T_MAX, D, generator=g).bfloat16(),
+    ]
+    return [tensor.cuda() for tensor in made]
+
+
+class Step:
+    """A function of static tensors: called it runs eagerly, captured it replays; either way it returns copies."""
+
+    def __init__(self, context, dtype=torch.bfloat16):
+        self.context, self.static, self.graph = context, tensors(), None
+        self.grads = [torch.zeros_like(w, dtype=dtype) for w in self.static[3:5]]
+
+    def load(self, seed: int) -> "Step":
+        for old, new in zip(self.static, tensors(seed), strict=True):
+            old.copy_(new)
+        for grad in self.grads:
+            grad.fill_(0.5)
+        return self
+
+    def capture(self) -> "Step":
+        self.run()  # compiles what it needs
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.captured = self.run()
+        return self
+
+    def __call__(self) -> list[torch.Tensor]:
+        if self.graph is None:
+            found = self.run()
+        else:
+            self.graph.replay()
+            found = self.captured
+        return [t.clone() for t in [*found, *self.grads]]
+
+
+class Train(Step):
+    def run(self):
+        x, ids, scores, w13, w2, grad = self.static
+        leaves = [t.detach().requires_grad_() for t in (x, scores, w13, w2)]
+        out_TD = routed_experts(leaves[0], ids, *leaves[1:], self.context)
+        return [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, grad)]
+
+
+class Accumulate(Step):
+    """Adds in place into gradients that were there before the capture."""
+
+    def run(self):
+        x, ids, scores, w13, w2, grad = self.static
+        x, scores, w13, w2 = (t.detach().requires_grad_() for t in (x, scores, w13, w2))
+        for weight, into in zip((w13, w2), self.grads, strict=True):
+            weight.grad_dtype = into.dtype
+            weight.grad = into
+        options = ExecutionOptions(inplace_wgrad_accum=True)
+        out_TD = routed_experts(x, ids, scores, w13, w2, self.context, options=options)
+        out_TD.backward(grad)
+        assert w13.grad.data_ptr() == self.grads[0].data_ptr()
+        return [out_TD.detach(), x.grad, scores.grad]
+
+
+class Serve(Step):
+    def run(self):
+        with torch.no_grad():
+            return [routed_experts(*self.static[:5], self.context)]
+
+
+@PRECISIONS
+@GRAD_DTYPES
+def test_a_captured_accumulation_adds_what_the_eager_one_does(dtype, precision):
+    with create_context(group=None, config=config(block_scaled=precision)) as context:
+        captured, eager = Accumulate(context, dtype).load(0).capture(), Accumulate(context, dtype)
+        for seed in range(3):
+            captured.load(seed), eager.load(seed)
+            for _ in range(3):  # on top of each other
+                assert_equal(captured(), eager())
+        context.check()
+
+
+@PRECISIONS
+def test_graphs_of_one_context_replay_in_any_order(precision):
+    with create_context(group=None, config=config(block_scaled=precision)) as context:
+        kinds = (Train, Accumulate, Serve)
+        captured, eager = ([kind(context).load(0) for kind in kinds] for _ in range(2))
+        for step in captured:
+            step.capture()
+        for seed, order in enumerate(itertools.permutations(range(3))):
+            for which in order:
+                assert_equal(captured[which].load(seed)(), eager[which].load(seed)())
+        for which in (0, 2, 2, 1, 0, 0, 1):  # without eager calls between
+            captured[which].load(which)()
+        for which in range(3):
+            assert_equal(captured[which].load(7)(), eager[which].load(7)())
+        context.check()
+
+
+@PRECISIONS
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_make_graphed_callables(accumulates, precision):
+    """Forward and backward as graphs of their own."""
+    options = ExecutionOptions(inplace_wgrad_accum=accumulates)
+    with create_context(group=None, config=config(block_scaled=precision)) as context:
+        x, ids, scores, w13, w2, grad = tensors()
+        w13, w2 = (torch.nn.Parameter(w) for w in (w13, w2))
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w13, self.w2 = w13, w2
+
+            def forward(self, x, ids, scores):
+                return routed_experts(x, ids, scores, self.w13, self.w2, context, options=options)
+
+        layer = Layer()
+        if accumulates:
+            w13.grad, w2.grad = torch.zeros_like(w13), torch.zeros_like(w2)
+        sample = (x.clone().requires_grad_(), ids.clone(), scores.clone().requires_grad_())
+        graphed = torch.cuda.make_graphed_callables(layer, sample, allow_unused_input=True)
+        plain = lambda *given: routed_experts(*given, w13, w2, context, options=options)  # noqa: E731
+        for seed in range(2):
+            found = []
+            for function in (graphed, plain):
+                x, ids, scores, *_, grad = tensors(seed)
+                x.requires_grad_(), scores.requires_grad_()
+                for weight in (w13, w2):
+                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
+                out_TD = function(x, ids, scores)
+                out_TD.backward(grad)
+                found.append([t.detach().clone() for t in (out_TD, x.grad, scores.grad, w13.grad, w2.grad)])
+            assert_equal(*found)
+            assert found[0][3].any()
+        context.check()
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("how", [config(), serving()], ids=["training", "inference"])
+def test_a_compiled_block_of_twenty_sizes(how, mode):
+    sizes = [7, 20, 5, 32, 2, 31, 3, 30, 11, 29, 4, 28, 17, 27, 6, 26, 8, 25, 9, 24]
+    torch._dynamo.reset()
+    with create_context(group=None, config=how) as context:
+        block = Block(context).requires_grad_(not how.inference)
+        run = block.step if not how.inference else lambda x_TD, function=block: [function(x_TD)]
+        if mode == "default":
+            counter = CompileCounterWithBackend("inductor")
+            compiled = torch.compile(block, backend=counter, fullgraph=True)
+        else:  # one graph a size
+            sizes, compiled = [32, 16] * 4, torch.compile(block, mode=mode, fullgraph=True)
+        for T in sizes:
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_near([t.clone() for t in run(tokens(T, device="cuda"), compiled)], run(tokens(T, device="cuda")))
+        if mode == "default":
+            assert counter.frame_count <= 3
+        context.check()
