@@ -10,6 +10,7 @@ from pathlib import Path
 
 CONFIG, OPTIONS = "dist_moe/test_config.py", "dist_moe/test_options.py"
 OPS, SCALED_OPS, WEIGHTS = "dist_moe/test_ops.py", "dist_moe/test_ops_scaled.py", "dist_moe/test_weights.py"
+TRACES, CHECKPOINTS = "dist_moe/test_traces.py", "dist_moe/test_checkpoints.py"
 PLANNER, EXAMPLE_PLANS = "dist_moe/test_planner.py", "dist_moe/test_planner_examples.py"
 WGRAD, CALLBACKS, PATH_WGRAD = "dist_moe/test_wgrad.py", "dist_moe/test_wgrad_callbacks.py", "test_path_wgrad.py"
 BARS, PATH, SCALED_PATH, RANKS = "test_published_bars.py", "test_path.py", "test_path_scaled.py", "test_path_ranks.py"
@@ -220,11 +221,15 @@ HELD_BY = {
     88: ("counts are written over", f"{CLIP}::test_counts_are_exact_and_change_nothing"),
     89: ("every element is counted", f"{BARS}::test_every_element_is_counted_on_two_ranks"),
     # Traces, checkpoints, graphs
-    90: ("BF16 compiled", f"{OPS}::test_a_compiled_training_function_gives_the_eager_bits"),
-    91: ("formats compiled", f"{SCALED_OPS}::test_a_compiled_function_gives_the_eager_bits"),
+    90: ("BF16 traced", f"{TRACES}::test_a_traced_training_step_has_the_eager_bits"),
+    91: (
+        "formats traced and compiled",
+        f"{TRACES}::test_a_traced_call_of_prepared_weights_has_the_eager_bits",
+        f"{SCALED_OPS}::test_a_compiled_function_gives_the_eager_bits",
+    ),
     92: ("training captured", f"{GPU}::test_a_captured_training_step_follows_new_data"),
     93: ("inference captured", f"{GPU}::test_a_captured_inference_follows_new_data"),
-    94: ("a selective checkpoint", f"{OPS}::test_selective_checkpoint_that_keeps_the_forward"),
+    94: ("a selective checkpoint", f"{CHECKPOINTS}::test_bits_and_how_often_the_call_runs"),
     95: (
         "a trace of a step in place",
         f"{WGRAD}::test_a_trace_of_a_step_holds_one_accumulating_op_that_mutates_the_gradients",

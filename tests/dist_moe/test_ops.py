@@ -374,7 +374,7 @@ def test_ops_mutate_nothing_and_return_nothing_of_their_arguments():
 
 def test_nothing_that_ops_return_lies_in_the_contexts_memory(context):
     with torch.no_grad():
-        out, *state = ops.bf16_forward(*op_arguments(context, True))
+        out, state = ops.bf16_forward(*op_arguments(context, True))
         given = (*list(inputs().values())[1:], state, True, True, torch.float32, 0, context.name)
         grads = ops.bf16_backward(torch.randn(T, D).bfloat16(), *given)
     places = [t.untyped_storage().data_ptr() for t in (out, *state, *grads) if t.numel()]
