@@ -69,7 +69,7 @@ class Config:
 
 # Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Backward: three quantised matrices
 # leave registers for 8 elements a thread.
-FORWARD = Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=8)
+FORWARD = Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=7)
 BACKWARD = Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4)
 MAX_PARTS = 4
 
@@ -77,12 +77,12 @@ MAX_PARTS = 4
 @functools.cache
 def pick_forward(F: int, two_level: bool) -> Config:
     """Two-level formats scale by the whole row, so that a tile is one row, 8 elements of each part a thread. Up to 16
-    warps and four parts, which are 16384 elements; a longer row takes several tiles."""
+    warps and two parts, which are 8192 elements; a longer row takes several tiles."""
     if not two_level:
         return FORWARD
     warps = min(next_power_of_2(cdiv(F, 768)), 16)
-    block_f = 256 * warps
-    return Config(1, block_f, min(cdiv(F, block_f), MAX_PARTS), warps, programs_per_sm=20 // warps)
+    block_f, most = 256 * warps, MAX_PARTS if warps < 16 else 2  # whose registers do not suffice for more
+    return Config(1, block_f, min(cdiv(F, block_f), most), warps, programs_per_sm=20 // warps)
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def install() -> None:
         _repair_reductions,
         _repair_histogram,
         _repair_constants,
+        _repair_masks,
         _repair_asserts,
         _repair_atomics,
         _repair_descriptor_reduce,
@@ -278,6 +279,22 @@ def _repair_constants() -> None:
         return _handle(np.array([value], np.float32), tl.bfloat16)
 
     InterpreterBuilder.get_bf16 = get_bf16
+
+
+def _repair_masks() -> None:
+    """A mask that a block and a scalar make together has the data of an int32, which 3.9 refuses."""
+
+    def taking(stock, place: int):
+        def op(self, *args):
+            mask = args[place]
+            if mask.data.dtype != bool:
+                args = (*args[:place], TensorHandle(mask.data.astype(bool), mask.dtype), *args[place + 1 :])
+            return stock(self, *args)
+
+        return op
+
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        setattr(InterpreterBuilder, name, taking(getattr(InterpreterBuilder, name), place))
 
 
 def _repair_asserts() -> None:

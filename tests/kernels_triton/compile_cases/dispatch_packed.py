@@ -13,14 +13,15 @@ OUTER = {"outer_inv_ptr": "*i32", "outer_inv_start_ptr": "*i64"}
 WORDS = ("num_rows_ptr", "start_ptr", "scales_start_ptr", "outer_inv_start_ptr", "stop_ptr")
 
 
-def case(pairs: bool, format, D: int) -> Case:
+def case(pairs: bool, format, D: int, expanded: bool) -> Case:
+    absent = ("scales_ptr", "scales_start_ptr") if expanded else ()
     tile = pick_tile(format, D)
     return Case(
         f"dispatch_packed:_dispatch_packed_{'pairs' if pairs else 'routes'}",
         {
             **TABLES,
             **(PAIRS if pairs else {"num_rows_ptr": "*i32", "sources": "i32"}),
-            **BUNDLE,
+            **{name: type for name, type in BUNDLE.items() if name not in absent},
             **(OUTER if format.two_level else {}),
             "row_scores_ptr": "*fp32",
             "stop_ptr": "*i64",
@@ -28,17 +29,23 @@ def case(pairs: bool, format, D: int) -> Case:
         },
         {
             **({} if format.two_level else dict.fromkeys(OUTER)),
+            **dict.fromkeys(absent),
             "K": 8,
             **({"K2": 8, "J": 2, "W": 2, "PAIRS": tile.rows} if pairs else {"ROWS": tile.rows}),
-            **wire_options(format, D),
+            **wire_options(format, D, expanded),
         },
-        name=f"{format.name} D {D}",
+        name=f"{format.name} D {D}{' expanded' if expanded else ''}",
         num_warps=tile.num_warps,
         options=tile.options,
-        unaligned=WORDS,
+        unaligned=tuple(word for word in WORDS if word not in absent),
         expect=("ld.global.v4.b32", "st.global.v4.b32", *(("ld.global.b16",) if format.two_level else ())),
-        forbid=("ld.global.b8", "st.global.b8"),
+        forbid=("st.global.b8",) if expanded else ("ld.global.b8", "st.global.b8"),
     )
 
 
-CASES = tuple(case(pairs, format, D) for pairs in (False, True) for format, D in ((MXFP8_E4M3, 7168), (NVFP4, 2880)))
+CASES = tuple(
+    case(pairs, format, D, expanded)
+    for pairs in (False, True)
+    for format, D in ((MXFP8_E4M3, 7168), (NVFP4, 2880))
+    for expanded in (False, True)
+)

@@ -60,7 +60,6 @@ CASES = (
     case(MXFP8_E4M3, ("rows", "columns"), 1, True, 2880),
     case(MXFP8_E4M3, ("rows", "columns"), None, True, 7168),
     case(MXFP8_E4M3, ("rows", "columns"), 0, False, 7168, expanded=True),
-    case(MXFP8_E4M3, ("columns",), 0, False, 7168, expanded=True),
     case(MXFP8_E4M3, ("rows", "columns"), 1, True, 2880, expanded=True),
     case(MXFP8_E4M3, ("rows", "columns"), None, True, 7168, expanded=True),
     case(MXFP4, ("rows",), 0, False, 7168),

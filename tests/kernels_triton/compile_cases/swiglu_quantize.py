@@ -21,28 +21,31 @@ def case(
             **dict.fromkeys(("h1_start_ptr", *starts, "stop_ptr"), "*i64"),
             **dict.fromkeys(("num_rows_ptr", *tables), "*i32"),
             "F": "i32",
+            **({"values_stride": "i32"} if kernel == "_swiglu_quantize" else {}),
             "alpha": "fp32",
             "limit": "fp32",
         },
         {**constexprs, "FAST_MATH": fast_math},
         num_warps=config.num_warps,
         options={name: value for name, value in config.options.items() if name != "num_warps"},
-        aligned=("F",),
+        aligned=("F", *(("values_stride",) if kernel == "_swiglu_quantize" else ())),
         forbid=("ld.global.b16", "fma.rn.f32", "rcp.rn.f32" if fast_math else "div.full.f32"),
         **fields,
     )
 
 
-def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048) -> Case:
+def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048, expanded: bool = False) -> Case:
     config = pick_forward(F, format.two_level)
     outer = ("outer_inv_ptr", "outer_inv_start_ptr")
-    starts = ("values_start_ptr", "scales_start_ptr", *(outer[1:] if format.two_level else ()))
+    scales = () if expanded else ("scales_ptr", "scales_start_ptr")
+    values = "*u8" if not expanded else "*fp16" if format.two_level else "*bf16"
+    starts = ("values_start_ptr", *scales[1:], *(outer[1:] if format.two_level else ()))
     return case(
         "_swiglu_quantize",
         config,
         {
-            "values_ptr": "*u8",
-            "scales_ptr": "*u8",
+            "values_ptr": values,
+            **dict.fromkeys(scales[:1], "*u8"),
             "L": "i32",
             **({"outer_inv_ptr": "*fp32"} if format.two_level else {}),
         },
@@ -50,6 +53,7 @@ def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048) -> Ca
         ("row_start_ptr",),
         {
             **({} if format.two_level else dict.fromkeys(outer)),
+            **(dict.fromkeys(("scales_ptr", "scales_start_ptr")) if expanded else {}),
             **format_options(format),
             "VALUES_PER_BYTE": format.values_per_byte,
             "TWO_LEVEL": format.two_level,
@@ -61,7 +65,8 @@ def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048) -> Ca
             "PARTS": config.parts,
         },
         fast_math,
-        name=f"{format.name}{' clamped' if clamped else ''}{' fast' if fast_math else ''}{f' {F}' * (F != 2048)}",
+        name=f"{format.name}{' clamped' if clamped else ''}{' fast' if fast_math else ''}{f' {F}' * (F != 2048)}"
+        f"{' expanded' if expanded else ''}",
         unaligned=("h1_start_ptr", *starts, "stop_ptr"),
         expect=("ld.global.v4.b32", *CONVERSIONS.get(format, ())),
     )
@@ -103,7 +108,9 @@ CASES = (
     forward(MXFP8_E4M3, clamped=True),
     forward(MXFP8_E4M3, clamped=False, fast_math=True),
     forward(MXFP4, clamped=False),
+    forward(MXFP8_E4M3, clamped=False, expanded=True),
     *(forward(NVFP4, clamped=True, F=F) for F in (96, 768, 1536, 2880, 8192, 14336)),
+    *(forward(NVFP4, clamped=False, F=F, expanded=True) for F in (768, 2880, 14336)),
     backward(MXFP8_E4M3, clamped=True),
     backward(MXFP8_E4M3, clamped=False, fast_math=True),
     backward(MXFP8_E4M3, clamped=True, expanded=True),
