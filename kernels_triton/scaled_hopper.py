@@ -9,8 +9,8 @@ FP32 product is multiplied by the scales of both blocks as it is added; 2^-127, 
 converted, and the bits of an output depend on its own row and column alone. A ring of stages is kept filled across
 tiles: values by TMA, and of the scales the one atom (128 rows x 4 blocks) that goes with 128 values of the contraction.
 
-FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad and both operands in
-wgrad (scaled_wgrad_hopper.py), the warps that load tiles also copy them into a second ring.
+FP8 tensor cores want the contraction to be contiguous. Where it is not, for the weights in dgrad, the warps that load
+tiles also copy them into a second ring.
 
 What is left to the FP32 units is a multiply-add for each output and block, and a multiplication for its scale. The
 latter is one for 32 columns where the weights have square blocks. With few rows an expert the weights are the operand

@@ -57,6 +57,8 @@ class Case:
         expected = self.expect + (self.expect_sm90 if result["arch"] == 90 else self.expect_sm100)
         found = [f"the PTX has no {text!r}" for text in expected if text not in result["ptx"]]
         found += [f"the PTX has {text!r}" for text in self.forbid if text in result["ptx"]]
+        if result["serialized"]:
+            found.append("the assembler waits for every product of the tensor cores (\"serialized\" in what it says)")
         if result["spill_bytes"]:
             found.append(f"{result['spill_bytes']} bytes are spilled at {result['registers']} registers")
         if result["shared_bytes"] > MAX_SHARED_BYTES:
@@ -75,7 +77,8 @@ def load_kernel(path: str):
 
 def compile_case(case: Case, arch: int) -> dict:
     """Registers, spilled and shared bytes and PTX of a case on sm_<arch>, or the error."""
-    result = {"id": case.id, "arch": arch, "error": "", "ptx": "", "registers": 0, "spill_bytes": 0, "shared_bytes": 0}
+    result = {"id": case.id, "arch": arch, "error": "", "ptx": "", "serialized": False}
+    result |= dict.fromkeys(("registers", "spill_bytes", "shared_bytes"), 0)
     start = time.perf_counter()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -83,6 +86,7 @@ def compile_case(case: Case, arch: int) -> dict:
         result["ptx"], result["shared_bytes"] = compiled.asm["ptx"], compiled.metadata.shared
         log = said.getvalue() or _assemble(result["ptx"], arch)  # from its cache Triton assembles nothing
         result["registers"] = max(map(int, re.findall(r"Used (\d+) registers", log)))
+        result["serialized"] = "wgmma.mma_async instructions are serialized" in log
         result["spill_bytes"] = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
     except Exception as e:  # reported with the case, so that the others still run
         result["error"] = f"{type(e).__name__}: {e}"
