@@ -58,7 +58,7 @@ class Case:
         found = [f"the PTX has no {text!r}" for text in expected if text not in result["ptx"]]
         found += [f"the PTX has {text!r}" for text in self.forbid if text in result["ptx"]]
         if result["serialized"]:
-            found.append("the assembler waits for every product of the tensor cores (\"serialized\" in what it says)")
+            found.append('the assembler waits for every product of the tensor cores ("serialized" in what it says)')
         if result["spill_bytes"]:
             found.append(f"{result['spill_bytes']} bytes are spilled at {result['registers']} registers")
         if result["shared_bytes"] > MAX_SHARED_BYTES:
