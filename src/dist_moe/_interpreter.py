@@ -285,11 +285,11 @@ def _repair_masks() -> None:
     """A mask that a block and a scalar make together has the data of an int32, which 3.9 refuses."""
 
     def taking(stock, place: int):
-        def op(self, *args):
+        def op(self, *args, **options):
             mask = args[place]
             if mask.data.dtype != bool:
                 args = (*args[:place], TensorHandle(mask.data.astype(bool), mask.dtype), *args[place + 1 :])
-            return stock(self, *args)
+            return stock(self, *args, **options)
 
         return op
 
