@@ -287,7 +287,7 @@ def _repair_masks() -> None:
     def taking(stock, place: int):
         def op(self, *args, **options):
             mask = args[place]
-            if mask.data.dtype != bool:
+            if isinstance(mask, TensorHandle) and mask.data.dtype != bool:
                 args = (*args[:place], TensorHandle(mask.data.astype(bool), mask.dtype), *args[place + 1 :])
             return stock(self, *args, **options)
 
