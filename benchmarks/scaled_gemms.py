@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dist_moe import BlockScaledConfig, Config, formats, registry, testing
 from dist_moe.quantized import Bundle, Quantized
-from dist_moe.reference_formats import dequantize_columns
+from dist_moe.reference_formats import dequantize_columns, expand_rows
 from dist_moe.shapes import align
 from dist_moe.testing import Tolerance
 
@@ -61,8 +61,12 @@ class ScaledGemms:
     def _bundle(self, quantize: str, rows_RC: Tensor) -> Bundle:
         padded = rows_RC.new_zeros(self._rows_end, rows_RC.shape[1])
         padded[self._place] = rows_RC[: len(self._place)]
-        found: Quantized = getattr(self._ops, quantize)(padded, format=self.format, blocked=True, **self._experts)
         zero = self._gemms.zero_1
+        if quantize == "quantize_rows" and self._ops.expands_rows:
+            found = self._ops.quantize_rows(padded, format=self.format)
+            outer = () if found.outer_inv_R is None else (found.outer_inv_R, zero)
+            return Bundle(expand_rows(found, self.format), zero, None, None, *outer)
+        found: Quantized = getattr(self._ops, quantize)(padded, format=self.format, blocked=True, **self._experts)
         if quantize == "quantize_columns" and self._ops.expands_columns:
             return Bundle(dequantize_columns(found, format=self.format, blocked=True).to(rows_RC.dtype), zero)
         outer = () if found.outer_inv_R is None else (found.outer_inv_R, zero)
@@ -91,13 +95,14 @@ class ScaledGemms:
 
 
 def ops_of(job: Job, shape: Shape, name: str) -> SimpleNamespace:
-    """What a Context of the format runs, and whether its weight gradients multiply expanded columns."""
+    """What a Context of the format runs, and which operands it keeps expanded."""
     how = BlockScaledConfig(name.removesuffix("-along-k"))
-    config = Config(8, shape.D, shape.F, shape.K, shape.E, 1, block_scaled=how, inference=how.format == "nvfp4")
+    config = Config(8, shape.D, shape.F, shape.K, shape.E, 1, block_scaled=how, inference=name != "mxfp8_e4m3")
     call = registry.call_of(job.device, None, config)
     functions = {op: registry.function(registry.choose(op, call)[0]) for op in OPS}
-    expands_columns = not config.inference and registry.expands_operands(config, call)
-    return SimpleNamespace(**functions, expands_columns=expands_columns)
+    expands = registry.expands_operands(config, call)
+    expands_rows, expands_columns = expands and config.inference, expands and not config.inference
+    return SimpleNamespace(**functions, expands_rows=expands_rows, expands_columns=expands_columns)
 
 
 def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routing: str, T: int) -> None:

@@ -10,6 +10,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dist_moe import formats
 from dist_moe.formats import Format
@@ -40,6 +41,11 @@ def format_options(format: Format) -> dict:
         "BLOCK": format.block,
         "RECIPROCAL": format.reciprocal_of_largest,
     }
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """Codes of values or of scales, [..., a multiple of 4 bytes], as words of 32 bits."""
+    return codes.view(torch.uint8).view(torch.int32)
 
 
 @triton.jit

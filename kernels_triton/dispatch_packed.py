@@ -13,7 +13,6 @@ shares of their values. Wire rows and values are moved as words of 32 bits, four
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dist_moe import formats
 from dist_moe.quantized import check_wire_rows
@@ -32,10 +31,10 @@ from ._rows import (
     row_grid,
     spread,
 )
-from ._scaled import ELEMENTS, blocked_offset, expanded
+from ._scaled import ELEMENTS, blocked_offset, expanded, words_of
 from .dispatch import NEGATIVE_ZERO
 
-GROUP_WORDS = tl.constexpr(32)  # of codes, in a group of formats.expanded_order
+GROUP_WORDS = tl.constexpr(formats.EXPANDED_GROUP_BYTES // 4)
 
 
 @triton.jit
@@ -327,10 +326,6 @@ def wire_options(format: formats.Format, width: int, expanded: bool = False) -> 
     }
 
 
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8).view(torch.int32)
-
-
 def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, stop_1, num_sms=None):
     """Pull the wire rows routed to this rank into a bundle of quantised rows in expert-major order, with their scores.
 
@@ -345,7 +340,7 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     tile = pick_tile(format, width)
     grid = row_grid(rows.values.device, tile, num_sms)
     outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
-    values_XV, scales = _words(rows.values), None if rows.expanded else _words(rows.scales)
+    values_XV, scales = words_of(rows.values), None if rows.expanded else words_of(rows.scales)
     into = (values_XV, rows.start_1, scales, rows.scales_start_1, *outer, row_scores_R, stop_1)
     options = wire_options(format, width, rows.expanded) | tile.options
     if dedup:

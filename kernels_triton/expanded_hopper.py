@@ -36,12 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dist_moe.formats import MXFP8_E4M3, NVFP4, Format
+from dist_moe.formats import EXPANDED_GROUP_BYTES, MXFP8_E4M3, NVFP4, Format
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
 from ._device import delay, num_programs
 from ._launch import launched
+from ._scaled import words_of
 from .grouped_gemm import GROUP_M
 from .scaled_hopper import _row_tile_ends, _store, _tile
 from .wgrad_hopper import _load
@@ -49,7 +50,7 @@ from .wgrad_hopper import _load
 TILE = gl.constexpr(128)  # columns of the result, rows of weights, in a tile
 SIDE_ROWS = gl.constexpr(64)  # of these, what four warps multiply
 PART = gl.constexpr(64)  # values of the contraction that are converted and multiplied together
-WORDS = gl.constexpr(32)  # of codes of a row in a step: 128 values of e4m3, 256 of e2m1
+WORDS = gl.constexpr(EXPANDED_GROUP_BYTES // 4)  # of codes of a row in a step: 128 values of e4m3, 256 of e2m1
 # Of a thread. With fewer for the producer, ptxas finds too few for the others and waits for every product.
 MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(200), gl.constexpr(112)
 UNSCALED = gl.constexpr(2.0**14)
@@ -282,7 +283,7 @@ def _take(step, num_steps, w_ring, w_scales, full, SIDE: gl.constexpr, FP4: gl.c
         [SIDE_ROWS, WORDS],
     )
     SCALE_ROWS: gl.constexpr = 16 if FP4 else 4
-    # Lanes of a row, and the rows of the other side: a thread keeps those of its own.
+    # Of e2m1, an atom of words for each of the four lanes of a row. All hold words of both sides.
     OF_LANES: gl.constexpr = [[4, 0], [8, 0]] if FP4 else [[0, 0], [0, 0]]
     SCALES: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [0, 2]], OF_LANES + [[0, 4], [0, 8], [0, 16]], [[2, 0], [0, 1]], [], [SCALE_ROWS, 32]
@@ -329,7 +330,7 @@ def _multiply(
     num_steps = gl.cdiv(gl.maximum(num_tiles - gl.program_id(0), 0), programs) * gl.cdiv(contraction, STEP)
     words, scale_words = _take(0, num_steps, w_ring, w_scales, full, SIDE, FP4)
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_tiles, programs):
         delay(tile)
         expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
         acc = gl.zeros([SIDE_ROWS, ROWS], gl.float32, layout=ACC)
@@ -467,10 +468,6 @@ def _descriptor(tensor: Tensor, dtype: gl.dtype, *block: int) -> TensorDescripto
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8).view(torch.int32)
-
-
 def pick_config(format: Format, rows_per_expert: int | None) -> Config:
     """The least tile that holds the rows of nearly every expert, two deviations above their mean; else the largest."""
     configs = CONFIGS[format]
@@ -511,8 +508,8 @@ def grouped_gemm_scaled(
         _descriptor(a.values, dtype, config.rows, format.expanded_group),
         _descriptor(a.values, dtype, config.tail, format.expanded_group) if config.tail else None,
         a.start_1,
-        _descriptor(_words(w_values_LNK), gl.int32, 1, TILE.value, WORDS.value),
-        _descriptor(_words(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, 4 * atoms_of_a_step, 32),
+        _descriptor(words_of(w_values_LNK), gl.int32, 1, TILE.value, WORDS.value),
+        _descriptor(words_of(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, 4 * atoms_of_a_step, 32),
         out_XN,
         out_start_1,
         row_start_P,

@@ -69,9 +69,11 @@ class Format:
 
     @property
     def expanded_group(self) -> int:
-        """Columns of an expanded row that are in an order of their own, see expanded_order: 128 bytes of codes."""
-        return 128 * self.values_per_byte
+        """Columns of an expanded row that are in an order of their own, see expanded_order."""
+        return EXPANDED_GROUP_BYTES * self.values_per_byte
 
+
+EXPANDED_GROUP_BYTES = 128  # of codes, in a group of columns of an expanded row
 
 _E2M1 = {"value_dtype": torch.float4_e2m1fn_x2, "values_per_byte": 2, "mantissa_bits": 1, "min_exponent": 0}
 _E2M1 |= {"largest": 6.0, "nan_code": 0x7}
