@@ -24,6 +24,8 @@ MAX_DELAY_NS = 1_000_000  # what one nanosleep takes
 _CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
 _SLEEP_NS = tl.constexpr("nanosleep.u32 $1; mov.u32 $0, $1;")
 _RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
+_LET_NEXT_LAUNCH = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+_AWAIT_PREVIOUS = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 def _delay_ns(text: str) -> int:
@@ -33,6 +35,21 @@ def _delay_ns(text: str) -> int:
 
 
 DELAY_NS = tl.constexpr(_delay_ns(os.environ.get(DELAY_VARIABLE, "0")))
+
+
+@triton.jit
+def begin(next_may_launch: tl.constexpr = True):
+    """The first statement of every launched kernel: the launch before it has ended, and what it wrote is visible.
+
+    _launch launches a kernel while the one before it in the stream still runs, once all programs of that one have begun
+    (programmatic dependent launch), so that the way from the host's queue to the SMs is covered; here its programs wait.
+    A launch ends after its own wait, so all earlier ones have ended too. next_may_launch=False in launches that wait for
+    a peer: the next kernel's programs would sit beside it and hold SMs that another stream may need to let that peer go
+    on.
+    """
+    if next_may_launch:
+        tl.inline_asm_elementwise(_LET_NEXT_LAUNCH, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_AWAIT_PREVIOUS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -111,3 +128,5 @@ if is_interpreting():
 
     register_asm(_SLEEP_NS.value, _sleep)
     register_asm(_RECIPROCAL.value, _divide_one)
+    register_asm(_LET_NEXT_LAUNCH.value, lambda: np.zeros(1, np.int32))
+    register_asm(_AWAIT_PREVIOUS.value, lambda: np.zeros(1, np.int32))

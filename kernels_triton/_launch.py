@@ -45,7 +45,7 @@ class Launched:
             compiled[grid](*args, *constexprs)
             return compiled
         assert len(args) == self._num_args, f"{self.fn.__name__}: run-time arguments are positional, constexprs are not"
-        compiled = self.fn[grid](*args, **kwargs)
+        compiled = self.fn[grid](*args, launch_pdl=True, **kwargs)
         if key is not None and isinstance(compiled, CompiledKernel):
             self._known[key] = compiled, tuple(kwargs.get(param.name, param.default) for param in self._constexprs)
         return compiled

@@ -21,7 +21,7 @@ import triton.language as tl
 from dist_moe import shapes
 from dist_moe.shapes import next_power_of_2
 
-from ._device import clock_ns, delay, poll
+from ._device import begin, clock_ns, delay, poll
 from ._fault import set_fault
 from ._launch import launched
 
@@ -58,6 +58,7 @@ def _signal(
     Once more: nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for
     generation 5 that it was done.
     """
+    begin()
     delay(rank)
     offs_w = tl.arange(0, BLOCK_W)
     base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
@@ -111,6 +112,7 @@ def _wait(
     Example (W = 2, stage 1, sent = [5, 5, 0], target 10): flags [10, 8] pass rank 0 and time out on rank 1, fault words
     TIMEOUT | 1 << 8, 1, 5; flags [10, 11] end with ABORTED | 1 << 8, 1.
     """
+    begin(next_may_launch=False)
     w = tl.program_id(0)
     delay(w)
     target = tl.load(sent_ptr + STAGE) * 2
@@ -182,6 +184,7 @@ def verify_headers(
 @triton.jit(do_not_specialize=["num_tokens_max", "W"])
 def _verify(header_table_ptr, fault_ptr, num_tokens_max, W, BLOCK_W: tl.constexpr):
     """One program."""
+    begin()
     delay(W)
     verify_headers(header_table_ptr, fault_ptr, num_tokens_max, W, BLOCK_W)
 

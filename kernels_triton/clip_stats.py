@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ._device import delay, num_programs
+from ._device import begin, delay, num_programs
 from ._launch import launched
 
 
@@ -45,6 +45,7 @@ def _count_clips(
     Example (F = 2, limit 1): rows [3, 1 | -2, 1] and [0, 2 | 1, 5] have gates 3 and 2 above it, ups -2 and 5 beyond it:
     [2, 2, 4].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     h1_ptr += tl.load(h1_start_ptr) * 2 * F

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dist_moe.shapes import cdiv, next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._fault import tell_host
 from ._launch import launched
 from ._rows import (
@@ -62,6 +62,7 @@ def _combine_routes(
     Example (W = 1, T_max = 3, K = 2): rows [1, 2, 3, 4, 5] (D = 1) and row_to_slot = [0, 5, 1, 2, 4] give
     outputs [[1, 3], [4, untouched], [5, 2]].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_rows = tl.load(num_rows_ptr)
@@ -124,6 +125,7 @@ def _combine_pairs(
     Example (the tables of RoutePlan's docstring): rows [1, 2, 3, 4, 5] (D = 1), row_scores [1, 5, 2, 3, 4] give
     outputs [[7], [12], [30]]: token 0 has rows 0 and 2, 1 * 1 + 2 * 3; token 2 rows 4 and 1, 4 * 5 + 5 * 2.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_pairs = tl.load(num_pairs_ptr)
@@ -203,6 +205,7 @@ def _reduce(
     [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
     outputs [[7, 1], [12, stale], [30, 2]]: tokens 0 and 2 visit two ranks, token 1 one: out [8, 12, 32].
     """
+    begin()
     runs = tl.load(stop_ptr) == 0
     if host_fault_ptr is None:
         if not runs:
@@ -271,6 +274,7 @@ def _collect_score_grads(
 
     Example: ids [[5, -1, 5]] and score_grads [[7, stale, stale]] give out [[7, 0, 7]]: slot 2 repeats slot 0.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     delay(T)

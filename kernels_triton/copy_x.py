@@ -7,7 +7,7 @@ only; ordered by the stream.
 import triton
 import triton.language as tl
 
-from ._device import delay
+from ._device import begin, delay
 from ._launch import launched
 from ._rows import RowTile, row_grid
 
@@ -26,6 +26,7 @@ def _copy(
     BLOCK: tl.constexpr,
 ):
     """Example: src = 0, 1, 2, ..., offsets 64 and 128, 96 elements: dst[128:224] = 64, ..., 159."""
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     src_ptrs = tl.multiple_of(src_ptr + tl.load(src_offset_ptr), 16)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from dist_moe.shapes import next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._launch import launched
 from ._rows import (
     column_shares,
@@ -66,6 +66,7 @@ def _dispatch_routes(
     Example (W = 1, T_max = 3, K = 2): tokens [10, 20, 30] (D = 1), scores [[1, 2], [3, 0], [4, 5]] and
     row_to_slot = [0, 5, 1, 2, 4] give rows [10, 30, 10, 20, 30] and row_scores [1, 5, 2, 3, 4].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_rows = tl.load(num_rows_ptr)
@@ -134,6 +135,7 @@ def _dispatch_pairs(
     Example: the tables of RoutePlan's docstring with the data of _dispatch_routes. Pair 2 is token 2 (30): pulled once,
     stored to its rows 4 and 1, whose scores 4 and 5 come from slots (2, 0) and (2, 1).
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_pairs = tl.load(num_pairs_ptr)

@@ -18,7 +18,7 @@ from dist_moe import formats
 from dist_moe.quantized import check_wire_rows
 from dist_moe.shapes import cdiv, next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._launch import launched
 from ._rows import (
     RowTile,
@@ -136,6 +136,7 @@ def _dispatch_packed_routes(
     Example (e4m3, D = 96, so wire rows of 96 + 3 bytes, padded to 112; row 33 is of a token with the scales 7 8 9):
     bytes 20 to 23 of the first atom are 7 8 9 0.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_rows = tl.load(num_rows_ptr)
@@ -231,6 +232,7 @@ def _dispatch_packed_pairs(
     Example: the tables of RoutePlan's docstring. Pair 2 is token 2: its wire row is pulled once, and stored to its rows
     of experts 1 and 0, with the scores of slots (2, 0) and (2, 1).
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     num_pairs = tl.load(num_pairs_ptr)

@@ -21,7 +21,7 @@ import triton.language as tl
 from dist_moe import formats
 from dist_moe.quantized import Bundle, check_producer, check_staged
 
-from ._device import delay, is_interpreting, num_programs
+from ._device import begin, delay, is_interpreting, num_programs
 from ._launch import launched
 from ._rows import RowTile, num_parts, peer_pointers, spread
 from ._scaled import (
@@ -151,6 +151,7 @@ def _dispatch_quantize(
     [-240, 112, 0, ...] with scale 129 for the first 32 rows and zeros with scale 0 for rows 32 to 127; expanded
     [-960, 448, 0, ...].
     """
+    begin()
     ROWS: tl.constexpr = rows_values_ptr is not None
     COLUMNS: tl.constexpr = columns_values_ptr is not None
     rows_on = False

@@ -7,7 +7,7 @@ Grid: persistent programs over blocks of each tensor; program 0 also tells the h
 import triton
 import triton.language as tl
 
-from ._device import num_programs
+from ._device import begin, num_programs
 from ._fault import tell_host
 from ._launch import launched
 
@@ -41,6 +41,7 @@ def _finish(
 ):
     """Example: fault [515, 12, 10, 0, ...] (overflow of rank 2: 12 rows needed, 10 there) and an out of 3 elements give
     out [NaN, NaN, NaN] and the same eight words on the host."""
+    begin()
     if tl.load(fault_ptr) == 0:
         return
     _fill_with_nan(out0_ptr, n0, BLOCK)

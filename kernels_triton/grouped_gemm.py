@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_moe.shapes import cdiv, next_power_of_2
 
-from ._device import delay, num_programs
+from ._device import begin, delay, num_programs
 from ._launch import launched
 
 MAX_ROW = 2**31 - 1  # TMA coordinates are int32
@@ -154,6 +154,7 @@ def _rows_times_weight_kernel(
     Example: row_start [0, 1, 3], a[r] = r + 1 in each of K = 32 columns, w[0] = 1 and w[1] = 2 everywhere: every column
     of out is [32, 128, 192].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     a_start = tl.load(a_start_ptr).to(tl.int32)
@@ -201,6 +202,7 @@ def _wgrad_kernel(
     straight from what TMA wrote, the tail goes through registers to lose the rows behind the end.
     Example: row_start [0, 1, 1, 3], dy[r] = r + 1, x[r] = 1: out is 1, 0 (untouched when accumulating) and 2 + 3 = 5.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     dy_start = tl.load(dy_start_ptr).to(tl.int32)

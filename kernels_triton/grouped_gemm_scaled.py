@@ -30,7 +30,7 @@ from dist_moe.quantized import check_scaled_rows, check_scaled_wgrad
 from dist_moe.shapes import next_power_of_2
 
 from . import grouped_gemm
-from ._device import delay, is_interpreting, num_programs
+from ._device import begin, delay, is_interpreting, num_programs
 from ._launch import launched
 from ._scaled import ATOM_C, ATOM_R, ELEMENTS, powers
 from ._scaled_operands import e2m1_values, row_tile, row_tile_ends, scale_codes, scaled_e2m1
@@ -126,6 +126,7 @@ def _rows_times_weight_kernel(
     Example: row_start [0, 128, 256], num_rows [1, 2], a[r] = 1, 2, 3 for rows 0, 128, 129 in each of K = 32 columns,
     w[0] = 1 and w[1] = 2 everywhere: these rows of out are 32, 128 and 192, the others as they were.
     """
+    begin()
     E2M1: tl.constexpr = ELEMENT == "e2m1"
     PER_BYTE: tl.constexpr = 2 if E2M1 else 1
     NUM_SCALES: tl.constexpr = BLOCK_K // BLOCK
@@ -224,6 +225,7 @@ def _wgrad_kernel(
     Example: row_start [0, 128, 128, 256], num_rows [1, 0, 2], dy = 1, 2, 3 in rows 0, 128, 129 and x = 1: out is 1,
     0 (untouched when accumulating) and 2 + 3 = 5.
     """
+    begin()
     NUM_SCALES: tl.constexpr = BLOCK_K // BLOCK
     if tl.load(stop_ptr) != 0:
         return

@@ -18,7 +18,7 @@ import triton.language as tl
 from dist_moe import formats, shapes
 from dist_moe.shapes import next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._fault import set_fault
 from ._launch import launched
 
@@ -327,6 +327,7 @@ def _plan_forward(
     (2, 12) rows make 2560 and x and h1 1920: KEEPS_H1, x at element 512 of rank 0 (byte 1024), H1 = 10 (byte 1280),
     used = (1664, 2688).
     """
+    begin()
     X_BLOCK: tl.constexpr = BLOCK if GROUP == 0 else 0  # of the columns of x
     _begin_place(place_ptr, BLOCK)
     if tl.load(fault_ptr) != 0:
@@ -427,6 +428,7 @@ def _plan_backward(
     Example: after the last forward of _plan_forward (used = (1664, 2688), 2 layers), its place with LAYER = 1 gives
     used = (1024, 768), 1 layer, SKIP_X = 0 and SKIP_H1 = 1 (x_RD must be made again); once more it is a fault.
     """
+    begin()
     _begin_place(place_ptr, BLOCK)
     if tl.load(fault_ptr) != 0:
         return

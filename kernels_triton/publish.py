@@ -17,7 +17,7 @@ import triton.language as tl
 from dist_moe import formats, shapes
 from dist_moe.shapes import cdiv, next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._launch import launched
 from ._scaled import INFINITY, MAGNITUDE, bits_of, format_options, one_nan, outer_scale, pack_pairs, quantise
 
@@ -190,6 +190,7 @@ def _publish(
     [4, 0, 0, 0]: slot 2 repeats expert 2, whose first slot carries 1 + 3. Ids [0, 3, 1, 1] with scores [0, 5, 2, -2]
     of a token with a NaN in x: ids [0, 3, 1, -1], scores [-0., 5, -0., 0].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     pid = tl.program_id(0)

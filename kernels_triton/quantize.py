@@ -22,7 +22,7 @@ from dist_moe import formats
 from dist_moe.quantized import Quantized, QuantizedWeights, columns_out, rows_out, weights_out
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
-from ._device import delay, num_programs
+from ._device import begin, delay, num_programs
 from ._launch import launched
 from ._scaled import (
     ATOM_C,
@@ -144,6 +144,7 @@ def _quantize_rows(
     Example (e4m3, two rows of 32): amax 448 and 960 give scales 127 and 129; of the second row 957 becomes 240, code
     0x77. In blocked order they are bytes 0 and 16 of an atom whose other 510 bytes are 0.
     """
+    begin()
     NUM_SCALES: tl.constexpr = BLOCK_C // BLOCK
     BYTES: tl.constexpr = BLOCK_C // VALUES_PER_BYTE
     num_tiles = tl.cdiv(C, PARTS * BLOCK_C)  # of a row
@@ -233,6 +234,7 @@ def _quantize_columns(
     Example: an expert of 2 rows, columns [448, 1] and [-960, 0]: of rows 0 to 31 they have the scales 127 and 129; the
     30 rows of padding are zeros whatever x holds there, and rows 32 to 127 are zeros with scale 0.
     """
+    begin()
     NUM_SCALES: tl.constexpr = BLOCK_R // BLOCK
     rows_end = tl.load(row_start_ptr + L)
     padded_C = C
@@ -285,6 +287,7 @@ def _weight_amax(
 
     Example: an expert of 3, -7, 0: the bits of 7.0. With a NaN: a NaN.
     """
+    begin()
     delay(tl.program_id(0))
     g = tl.program_id(1)
     num_chunks = tl.cdiv(K, BLOCK_C)
@@ -325,6 +328,7 @@ def _quantize_weights(
     Example (square, one block of 32 x 32 with amax 960): scale 129 is byte 16 * (i % 32) of either atom for the 32 rows
     of fprop and the 32 of dgrad; all other bytes are 0.
     """
+    begin()
     NUM_K: tl.constexpr = BLOCK_C // BLOCK
     g = tl.program_id(1)
     delay(tl.program_id(0))

@@ -20,7 +20,7 @@ import triton.language as tl
 from dist_moe.norm import MAX_NORM_DIM
 from dist_moe.shapes import next_power_of_2
 
-from ._device import delay, is_interpreting, num_programs, reciprocal
+from ._device import begin, delay, is_interpreting, num_programs, reciprocal
 from ._launch import launched
 
 
@@ -110,6 +110,7 @@ def _rmsnorm_reduce(
 
     Example (D = 2, eps 0, K = 2): rows [3, 3] and [0, -8] have rstd 1/3 and 1/sqrt(32); scores 2 and 0 give [2, 2].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     offs_d = tl.arange(0, BLOCK_D)
@@ -161,6 +162,7 @@ def _rmsnorm_reduce_backward(
     Example (D = 2, eps 0, K = 1): row [3, 3] with score 2 and gy [6, 0] has grad_score 6, u [12, 0], <xh, u> / D = 6
     and grad_row [2, -2].
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     offs_d = tl.arange(0, BLOCK_D)

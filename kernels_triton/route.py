@@ -30,7 +30,7 @@ from dist_moe import shapes
 from dist_moe.route_plan import RoutePlan
 from dist_moe.shapes import align, cdiv, next_power_of_2
 
-from ._device import delay
+from ._device import begin, delay
 from ._fault import set_fault
 from ._launch import launched
 from .barrier import verify_headers
@@ -112,6 +112,7 @@ def _count(
     Example (W = 2, rank 1, L = 2, K = 2), a block with tokens [3, 2] and [0, 3]: below = [0, 1, 3], group_rows =
     [1, 3] by owner and [1, 0, 1, 2] by expert, pairs = 2, invalid = NO_SLOT.
     """
+    begin()
     if tl.load(fault_ptr) != 0:
         return
     block = tl.program_id(0)
@@ -212,6 +213,7 @@ def _scan(
     expert 0 has 1 and 2 rows, expert 1 2 and 0, so earlier = [0, 0] and [1, 2], num_rows = [3, 2]; first_route =
     [0, 3], num_routes = 5. With pairs 2 and 2: first_pair = [0, 2], num_pairs = 4.
     """
+    begin()
     if tl.load(fault_ptr) != 0:
         return
     tile = tl.program_id(0) - tl.cdiv(L + 1, BLOCK_E)  # of `group_rows`, after the program for single numbers
@@ -331,6 +333,7 @@ def _place(
     the columns of experts 0 and 1 are [1, 0, 1] and [1, 1, 1], so the routes have rows 0, 2 | 3 | 4, 1; row_to_slot =
     [0, 5, 1, 2, 4], pair_start = [0, 2, 3], pair_rows = [0, 2, 3, 4, 1].
     """
+    begin()
     if tl.load(fault_ptr) != 0:
         return
     block = tl.program_id(0)

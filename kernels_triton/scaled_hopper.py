@@ -37,7 +37,7 @@ from dist_moe.formats import MXFP8_E4M3
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
-from ._device import delay, num_programs
+from ._device import begin, delay, num_programs
 from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
 from .wgrad_hopper import _barrier, _load
@@ -299,6 +299,7 @@ def _rows_times_weight_kernel(
     GROUP_M: gl.constexpr,
 ):
     """Program p takes output tiles p, p + programs, ...; example: grouped_gemm_scaled._rows_times_weight_kernel."""
+    begin()
     if gl.load(stop_ptr) != 0:
         return
     VALUES: gl.constexpr = a_desc.dtype

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import delay, num_programs, reciprocal
+from ._device import begin, delay, num_programs, reciprocal
 from ._launch import launched
 
 
@@ -101,6 +101,7 @@ def _swiglu_kernel(
     Example: gate 20, up 3 give 60, as sig(20) is 1 - 2e-9. Clamped with alpha 2 and limit 7 they give 7 * (3 + 1) = 28,
     and gate 20, up -9 give 7 * (-7 + 1) = -42.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     h1_ptr += tl.load(h1_start_ptr) * 2 * F
@@ -144,6 +145,7 @@ def _swiglu_backward_kernel(
     the same thread, its block's reads before its writes.
     Example: gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, 30 over g2, and <g2, h2> = 120 a column.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     h1_ptr += tl.load(h1_start_ptr) * 2 * F

@@ -26,7 +26,7 @@ from dist_moe.formats import Format
 from dist_moe.quantized import Bundle, check_swiglu_backward_quantize, check_swiglu_quantize
 from dist_moe.shapes import cdiv, next_power_of_2
 
-from ._device import delay, is_interpreting, num_programs
+from ._device import begin, delay, is_interpreting, num_programs
 from ._launch import launched
 from ._scaled import (
     ATOM_C,
@@ -281,6 +281,7 @@ def _swiglu_quantize(
     Example (e4m3): a row of gate 20, up 3 has h2 60, so m = 0.134 is rounded up to 0.25: scale 125 and values 240, code
     0x77. In NVFP4 the outer scale is 2688 / 60 = 44.8, its inverse 0.0223, the block scales are 448 and the values 6.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     EXPANDED: tl.constexpr = scales_ptr is None
@@ -392,6 +393,7 @@ def _swiglu_backward_quantize(
     Example (e4m3, one real row): gate 20, up 3, g2 2, score 0.5 give d_gate 3, d_up 20, h2 60, whose blocks have the
     scales 120, 123 and 125 in rows and in columns, and <g2, h2> = 120 a column.
     """
+    begin()
     if tl.load(stop_ptr) != 0:
         return
     H2_OVER_G2: tl.constexpr = h2_columns_ptr is not None and h2_column_scales_ptr is None

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dist_moe.quantized import check_scaled_wgrad
 
-from ._device import delay, num_programs
+from ._device import begin, delay, num_programs
 from ._launch import launched
 from .grouped_gemm import Config, check_wgrad
 
@@ -182,6 +182,7 @@ def _wgrad_kernel(
     GROUP_M: gl.constexpr,
 ):
     """Program p takes tiles p, p + programs, ... of the [L, N, K] outputs; example: grouped_gemm._wgrad_kernel."""
+    begin()
     if gl.load(stop_ptr) != 0:
         return
     BLOCK_K: gl.constexpr = dy_desc.block_type.shape[0]

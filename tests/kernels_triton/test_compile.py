@@ -126,6 +126,16 @@ def test_every_launched_kernel_has_the_cached_launcher():
     assert not bare, f"put @launched of _launch.py above @triton.jit of {bare}"
 
 
+def test_every_launched_kernel_waits_first_for_the_launch_before_it():
+    """And those that poll for a peer keep the next launch away meanwhile."""
+    for path in KERNELS.glob("*.py"):
+        for name, node in jit_functions(path.read_text()).items():
+            if f"{path.stem}:{name}" in launched_kernels(KERNELS):
+                statements = [ast.unparse(s) for s in node.body[ast.get_docstring(node) is not None :]]
+                polls = any("poll(" in statement for statement in statements)
+                assert statements[0] == ("begin(next_may_launch=False)" if polls else "begin()"), f"{path.stem}:{name}"
+
+
 def test_launched_kernels_are_told_from_helpers(tmp_path):
     (tmp_path / "op.py").write_text(
         "@triton.jit\ndef _part(x):\n    return x\n\n"

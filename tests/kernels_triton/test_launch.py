@@ -65,7 +65,7 @@ def test_the_first_launch_is_triton_s_and_later_ones_are_direct(fake):
     for _ in range(3):
         assert fake.kernel[(5,)](x, None, 33, 0.5, A=2, num_warps=8) is fake.answer
     fake.kernel[(6, 2)](y, None, 34, 1.5, A=2, num_warps=8)
-    assert fake.slow == [((5, 1, 1), (x, None, 33, 0.5), {"A": 2, "num_warps": 8})]
+    assert fake.slow == [((5, 1, 1), (x, None, 33, 0.5), {"A": 2, "num_warps": 8, "launch_pdl": True})]
     expected = [((5, 1, 1), (x, None, 33, 0.5, 2, 7))] * 2 + [((6, 2, 1), (y, None, 34, 1.5, 2, 7))]
     assert [(grid, *args[1:]) for grid, args in fake.direct] == [(grid, *args[1:]) for grid, args in expected]
     assert [args[0] is want[0] for (_, args), (_, want) in zip(fake.direct, expected, strict=True)] == [True] * 3
