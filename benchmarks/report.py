@@ -148,10 +148,8 @@ def format_tables(rows: list[Row]) -> list[str]:
 
 def op_tables(rows: list[Row]) -> list[str]:
     """Without what stands beside an op: that is in the tables of the bars."""
-    texts = []
-    for (T, W, routing), group in grouped(
-        [row for row in rows if " " not in row["method"]], "T", "W", "routing"
-    ).items():
+    texts, alone = [], [row for row in rows if " " not in row["method"]]
+    for (T, W, routing), group in grouped(alone, "T", "W", "routing").items():
         methods = list(dict.fromkeys(row["method"] for row in group))
         lines = []
         for (shape, op), cell in grouped(group, "shape", "direction").items():

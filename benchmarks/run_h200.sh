@@ -38,7 +38,7 @@ ops)
   ;;
 bars)
   run 165 python3 -m benchmarks.bench_op --shapes "${models[@]}" "${common[@]}" \
-    --ops wgrad_w13_accumulate wgrad_w2_accumulate rmsnorm_reduce rmsnorm_reduce_backward
+    --ops wgrad_w13_accumulate wgrad_w2_accumulate rmsnorm_reduce
   ;;
 memory)
   run 40 python3 -m benchmarks.host_access
