@@ -1,4 +1,4 @@
-"""One case of a sweep: a model, a routing, a number of tokens, a precision and a direction; ours beside floor and peers.
+"""One case of a sweep: a model, routing, number of tokens, precision and direction; ours beside floor and peers.
 
 In BF16 ours and every peer are held against the dense oracle on the very inputs that are timed, block-scaled formats
 against our BF16. What gives a wrong result, raises or does not fit is noted with the reason, and not timed.
@@ -27,7 +27,7 @@ from .ours import BOTH, INFERENCE, Ours
 from .record import Rows
 from .roofs import Roofs, Work
 from .routings import Routing
-from .shapes import Shape, Traffic, draw_inputs, memory_bytes
+from .shapes import Inputs, Shape, Traffic, draw_inputs, memory_bytes
 from .timing import Method, capture, measure
 
 BF16 = "bf16"
@@ -135,7 +135,8 @@ class Case:
             self.reference = PathOracle(self.job, self.shape, self.inputs, backward=self.direction == BOTH)
         else:
             with contextlib.ExitStack() as alone:
-                self.reference = self._open(alone, None).results()
+                self.reference = self._open(alone, self.inputs, None).results()
+            self.inputs = prepared(self.inputs, self.format, self.direction == INFERENCE)
         makers = {"ours": self._eager, "ours-graph": self._graph, "floor-ours": self._floor, "floor-torch": self._floor}
         entries = []
         for name in dict.fromkeys(["ours", *todo]):  # ours is checked even where its row is there: floors need its ops
@@ -148,28 +149,29 @@ class Case:
                     break
         return [entry for entry in entries if entry.method.name in todo]
 
-    def _open(self, contexts: contextlib.ExitStack, how: BlockScaledConfig | None) -> Ours:
-        given = self.inputs if how is None else prepared(self.inputs, how, self.direction == INFERENCE)
+    def _open(self, contexts: contextlib.ExitStack, inputs: Inputs, how: BlockScaledConfig | None) -> Ours:
+        """Closed, and held, with the contexts: a graph reads what it was captured with."""
         planned_for = {"device": self.job.device, "backend": self.options.backend}
         config = config_in(self.traffic, self.direction, how, **planned_for)
-        ours = Ours(self.job, self.traffic, given, self.direction, self.options.backend, config)
-        contexts.callback(ours.context.close)
+        ours = Ours(self.job, self.traffic, inputs, self.direction, self.options.backend, config)
+        contexts.callback(lambda: ours.context.close())
         return ours
 
     def _eager(self, name: str, contexts: contextlib.ExitStack) -> Entry:
         before = used_bytes(self.job)
-        self.ours = self._open(contexts, self.format)
+        self.ours = self._open(contexts, self.inputs, self.format)
         results = self.ours.results()
         if self.format is None:
             self.facts = {"worst_row_db": self.job.agree(lambda: self.reference.check(name, results))}
         else:
             near = functools.partial(require_near, self.precision, results, self.reference, self.precision)
             self.facts = {"relative_error": self.job.agree(near)}
+            self.reference = None
         method = self.ours.method()
         return Entry(method, self.facts | {"peak_bytes": self._peak_bytes(before, method)})
 
     def _graph(self, name: str, contexts: contextlib.ExitStack) -> Entry:
-        return Entry(self._open(contexts, self.format).graph_method(), self.facts)
+        return Entry(self._open(contexts, self.inputs, self.format).graph_method(), self.facts)
 
     def _floor(self, name: str, contexts: contextlib.ExitStack) -> Entry:
         ranks = [
@@ -186,7 +188,7 @@ class Case:
         calls = LayerCalls(self.job, self.shape, self.inputs, layer)
         results = agree(lambda: _or_miss(lambda: calls.results(backward=backward)))
         db = agree(lambda: self.reference.check(name, results, BASELINE_SLACK_DB))
-        del results
+        results = None
         method = Method(name, calls.run_of(self.direction))
         facts = {"worst_row_db": db, "peak_bytes": self._peak_bytes(before, method)}
         return Entry(method, facts | {"peer_version": peer.version()})

@@ -40,6 +40,7 @@ class Peer:
     on_cpu: bool = False
     drops_slots: bool = False  # takes negative ids
 
+    @functools.cache  # noqa: B019  peers live as long as the module
     def absent(self) -> str | None:
         """None when it can be imported, else why not."""
         try:

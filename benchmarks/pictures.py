@@ -1,4 +1,4 @@
-"""The pictures of a sweep, from its rows: rates beside peers, slowdown under skew, one call, share of the roof, memory."""
+"""The pictures of a sweep, from its rows: rates beside peers, slowdown under skew, one call, share of roof, memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +103,10 @@ def tflops(rows: list[Row]) -> Figure:
 
 def roof(rows: list[Row]) -> Figure:
     """Bars reach 100 where nothing but the measured roof holds the call back."""
-    percent = lambda row: 100 * row["roof_share"]  # noqa: E731
+
+    def percent(row: Row) -> float:
+        return 100 * row["roof_share"]
+
     return bars(rows, percent, "Share of the roof that was measured in the same run", "% of the roof", "{:.0f}")
 
 
@@ -182,20 +185,16 @@ def _draw_call(axes: Axes, case: Case, parts: list[Row]) -> None:
     axes.set_xlabel("microseconds")
 
 
-def draw_all(folder: Path) -> list[Path]:
-    """All pictures of a folder with rows, as PNG. Raises ValueError where there are none."""
-    rows = read(folder, ROWS)
-    if not rows:
-        raise ValueError(f"{folder}: has no {ROWS} with measurements to draw")
-    makers = {"tflops": tflops, "roof": roof, "memory": memory, "skew": skew}
-    paths = []
+def save(make: Callable[..., Figure], *given_and_path) -> Path:
+    """make(*given) in our style as a PNG at the path, which comes last."""
+    *given, path = given_and_path
     with matplotlib.rc_context(STYLE):
-        for name, make in makers.items():
-            paths.append(_save(make(rows), folder / f"{name}.png"))
-        paths.append(_save(timeline(rows, read(folder, TIMELINE)), folder / "timeline.png"))
-    return paths
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130)
+        make(*given).savefig(path, dpi=130)
     return path
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """All pictures of a folder with rows."""
+    rows = read(folder, ROWS)
+    paths = [save(make, rows, folder / f"{make.__name__}.png") for make in (tflops, roof, memory, skew)]
+    return [*paths, save(timeline, rows, read(folder, TIMELINE), folder / "timeline.png")]
