@@ -164,28 +164,33 @@ class Case:
         if self.format is None:
             self.facts = {"worst_row_db": self.job.agree(lambda: self.reference.check(name, results))}
         else:
-            near = functools.partial(require_near, self.precision, results, self.reference, self.precision)
-            self.facts = {"relative_error": self.job.agree(near)}
-            self.reference = None
+            about = (self.precision, results, self.reference, self.precision)
+            self.facts = {"relative_error": self.job.agree(lambda: require_near(*about))}
+            about = self.reference = None
+        results = None  # no part of what a call takes
         method = self.ours.method()
         return Entry(method, self.facts | {"peak_bytes": self._peak_bytes(before, method)})
 
     def _graph(self, name: str, contexts: contextlib.ExitStack) -> Entry:
         return Entry(self._open(contexts, self.inputs, self.format).graph_method(), self.facts)
 
-    def _floor(self, name: str, contexts: contextlib.ExitStack) -> Entry:
+    @functools.cached_property
+    def _floors(self) -> dict[str, Callable[[], None]]:
         ranks = [
             gemms.ExpertGemms(self.traffic.expert_rows(rank), r.w13_L2FD, r.w2_LDF)
             for rank, r in zip(self.job.local_ranks, self.inputs.ranks, strict=True)
         ]
-        run = gemms.floors(ranks, self.ours.context.path.ops, backward=self.direction == BOTH)[name]
+        return gemms.floors(ranks, self.ours.context.path.ops, backward=self.direction == BOTH)
+
+    def _floor(self, name: str, contexts: contextlib.ExitStack) -> Entry:
+        run = self._floors[name]
         return Entry(Method(name, capture(self.job, run, run)[0].replay if self.on_gpu else run), {})
 
     def _peer(self, name: str, contexts: contextlib.ExitStack) -> Entry:
         peer, agree, backward = peers.find(name), self.job.agree, self.direction == BOTH
-        before = used_bytes(self.job)
+        calls = LayerCalls(self.job, self.shape, self.inputs, lambda *tensors: layer(*tensors))
+        before = used_bytes(self.job)  # with the inputs that calls has copied
         layer = agree(lambda: _or_miss(lambda: peer.open(self.job, self.traffic)))
-        calls = LayerCalls(self.job, self.shape, self.inputs, layer)
         results = agree(lambda: _or_miss(lambda: calls.results(backward=backward)))
         db = agree(lambda: self.reference.check(name, results, BASELINE_SLACK_DB))
         results = None

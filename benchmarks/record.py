@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -63,6 +63,13 @@ def _driver() -> str:
         return UNKNOWN
 
 
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
 def machine(job: Job) -> dict:
     on_gpu = job.device.type == "cuda"
     return {
@@ -70,7 +77,7 @@ def machine(job: Job) -> dict:
         "num_gpus": job.num_gpus if on_gpu else 0,
         "driver": _driver() if on_gpu else "none",
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": _triton(),
         "python": platform.python_version(),
     }
 

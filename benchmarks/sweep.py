@@ -55,14 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--ep", type=int, metavar="N", help="ranks, one process and one GPU each; default: all GPUs")
     add("--virtual", type=int, metavar="N", help="instead: this many ranks in one process on one GPU")
     add("--precisions", nargs="+", choices=("bf16", *FORMATS), default=["bf16"], help="default: bf16")
-    add("--directions", nargs="+", choices=DIRECTIONS, default=[INFERENCE, BOTH], help="default: %(default)s")
+    add("--directions", nargs="+", choices=DIRECTIONS, default=[INFERENCE, BOTH], help=f"default: {INFERENCE} {BOTH}")
     file = "a .pt or .npy of one integer tensor [ranks, T, K], -1 for no expert"
     add("--routings", nargs="+", metavar="R", help=f"{', '.join(NAMES)} ({file}); default: uniform")
     known = [peer.name for peer in peers.PEERS]
     add("--peers", nargs="*", choices=known, default=known, help="default: all that are installed")
     add("--rounds", type=int, default=20, help="each times every method once; default: 20")
     add("--backend", help="of our ops; default: the best that runs")
-    add("--smoke", action="store_true", help="tiny, one round, on the CPU")
+    add("--smoke", action="store_true", help="tiny, on the CPU, whatever --tokens and --rounds say")
     add("--out", type=Path, default=Path("dist_moe_bench"), metavar="DIR", help="default: %(default)s")
     add("--plot", type=Path, metavar="DIR", help="measure nothing, draw the pictures of this folder")
     return options
@@ -130,13 +130,14 @@ def _number_of_ranks(options: argparse.Namespace) -> int:
 
 
 def _environment(job: Job, options: argparse.Namespace, roofs: Roofs) -> dict:
-    present = {}
+    found = {}
     for peer in peers.PEERS:
-        reason = "not asked for" if peer.name not in options.peers else peer.absent()
-        present[peer.name] = f"absent: {reason}" if reason else peer.version()
+        reason = peer.absent() if peer.name in options.peers else None
+        version = peer.version() if peer.name in options.peers else "not asked for"
+        found[peer.name] = f"absent: {reason}" if reason else version
     date = datetime.now(UTC).isoformat(timespec="seconds")
     about = {"commit": options.commit, "command": options.command, "date": date, "ranks": options.W, "where": job.where}
-    return machine(job) | about | {"roofs": vars(roofs), "peers": present}
+    return machine(job) | about | {"roofs": vars(roofs), "peers": found}
 
 
 def measure(options: argparse.Namespace) -> None:
