@@ -139,6 +139,19 @@ def test_a_peer_that_fails_is_reported_and_not_timed(what, monkeypatch, tmp_path
     assert {"wrong": "the worst row has", "raises": "TypeError"}[what] in note["reason"]
 
 
+@pytest.mark.gpu
+def test_a_sweep_on_a_gpu(tmp_path):
+    sizes = ("--virtual", "2", "--model", "256,128,8,2", "--tokens", "256", "--rounds", "2", "--out", str(tmp_path))
+    assert sweep.main([*sizes, "--precisions", "bf16", "mxfp8", "--directions", *DIRECTIONS, "--peers", "nccl"]) == 0
+    rows = rows_of(tmp_path)
+    methods = {(row["direction"], row["method"]) for row in rows if row["precision"] == "bf16"}
+    assert methods == {(d, m) for d in DIRECTIONS for m in ("ours", "ours-graph", "nccl", *FLOORS)}
+    assert {(row["direction"], row["method"]) for row in rows if row["precision"] == "mxfp8"} == {
+        (d, m) for d in DIRECTIONS for m in ("ours", "ours-graph")
+    }
+    assert all((row.get("peak_bytes", 0) > 0) == (row["method"] in ("ours", "nccl")) for row in rows)
+
+
 # One call
 
 
