@@ -55,6 +55,8 @@ def _or_miss(step: Callable[[], Any]) -> Any:
 
 
 class Case:
+    """run() measures it once; tokens are those of one rank."""
+
     def __init__(
         self,
         job: Job,
@@ -221,14 +223,17 @@ class Case:
             name = entry.method.name
             work = products if name.startswith("floor") else path if self.precision == BF16 else Work(path.flops)
             more = {"label": LABELS[name] + suffix} | entry.facts
-            rows.say_row(rows.add(self.about, name, times[name], work, roofs, self.job.num_gpus, **more))
-        if "ours" in times:
-            self._record_call()
+            row = rows.add(self.about, name, times[name], work, roofs, self.job.num_gpus, **more)
+            rows.say_row(row)
+            if name == "ours":
+                self._record_call(row)
 
-    def _record_call(self) -> None:
+    def _record_call(self, row: dict) -> None:
+        """One call of what the row is about."""
         intervals = timeline.record(self.job, self.shape, self.ours)
         if self.job.is_first:
-            about = {name: self.about[name] for name in ("shape", "T", "W", "where", "routing", "precision")}
+            names = ("commit", "gpu", "shape", "T", "W", "where", "routing", "precision")
+            about = {name: row[name] for name in names}
             lines = [about | {"call": self.direction} | asdict(interval) for interval in intervals]
             outputs.append(self.options.out, outputs.TIMELINE, lines)
 

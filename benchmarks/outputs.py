@@ -26,6 +26,12 @@ def read(folder: Path, name: str) -> list[Row]:
     return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
+def alike(rows: list[Row]) -> list[Row]:
+    """Those of the commit, the GPUs and the ranks of the newest: what can stand side by side."""
+    names = ("commit", "gpu", "where")
+    return [row for row in rows if all(row[name] == rows[-1][name] for name in names)]
+
+
 def append(folder: Path, name: str, rows: list[Row]) -> None:
     with (folder / name).open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -65,13 +71,22 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def show(folder: Path, console: Console) -> None:
-    """The rows as a table, what was left out, and which peers are absent."""
-    console.print(_table(read(folder, ROWS)))
+def _notes(folder: Path) -> dict[tuple, list[str]]:
+    """Cases by (failed, method, reason)."""
+    notes: dict[tuple, list[str]] = {}
     for note in read(folder, NOT_TIMED):
-        what = " ".join(str(note[name]) for name in ("shape", "routing", "direction", "precision", "method"))
-        kind = "FAILED" if note["failed"] else "not timed"
-        console.print(f"{kind}: {what}: {note['reason']}", markup=False, soft_wrap=True)
+        case = " ".join(str(note[name]) for name in ("shape", "routing", "direction", "precision"))
+        notes.setdefault((note["failed"], note["method"], note["reason"]), []).append(case)
+    return notes
+
+
+def show(folder: Path, console: Console) -> None:
+    """The newest rows that are alike as a table, what was left out, and which peers are absent."""
+    console.print(_table(alike(read(folder, ROWS))))
+    for (failed, method, reason), cases in _notes(folder).items():
+        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        kind = "FAILED" if failed else "not timed"
+        console.print(f"{kind}: {method} {reason} ({cases[0]}{more})", markup=False, soft_wrap=True)
     environment = folder / ENVIRONMENT
     if environment.exists():
         for name, peer in json.loads(environment.read_text())["peers"].items():

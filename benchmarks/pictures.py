@@ -1,5 +1,6 @@
 """The pictures of a sweep, from its rows: rates beside peers, slowdown under skew, one call, share of roof, memory."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .outputs import ROWS, TIMELINE, Row, read
+from .outputs import ROWS, TIMELINE, Row, alike, read
 from .timeline import COMMUNICATION, COMPUTE
 
 INK, GRID = "#333333", "#e6e6e6"
@@ -35,7 +36,7 @@ Case = tuple
 
 def colors(rows: list[Row]) -> dict[str, str]:
     """By label, the same in all pictures of these rows: ours blue, bare products grey."""
-    palettes = {"ours": iter(OURS * 2), "floor": iter(FLOORS * 2), "peer": iter(PEERS * 2)}
+    palettes = {"ours": itertools.cycle(OURS), "floor": itertools.cycle(FLOORS), "peer": itertools.cycle(PEERS)}
     by_label = {}
     for row in rows:
         if row["label"] not in by_label:
@@ -185,16 +186,15 @@ def _draw_call(axes: Axes, case: Case, parts: list[Row]) -> None:
     axes.set_xlabel("microseconds")
 
 
-def save(make: Callable[..., Figure], *given_and_path) -> Path:
-    """make(*given) in our style as a PNG at the path, which comes last."""
-    *given, path = given_and_path
+def save(path: Path, make: Callable[..., Figure], *given) -> Path:
+    """make(*given) in our style, as a PNG."""
     with matplotlib.rc_context(STYLE):
         make(*given).savefig(path, dpi=130)
     return path
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """All pictures of a folder with rows."""
-    rows = read(folder, ROWS)
-    paths = [save(make, rows, folder / f"{make.__name__}.png") for make in (tflops, roof, memory, skew)]
-    return [*paths, save(timeline, rows, read(folder, TIMELINE), folder / "timeline.png")]
+    """All pictures of a folder with rows, of those that are alike."""
+    rows, calls = (alike(read(folder, name)) for name in (ROWS, TIMELINE))
+    paths = [save(folder / f"{make.__name__}.png", make, rows) for make in (tflops, roof, memory, skew)]
+    return [*paths, save(folder / "timeline.png", timeline, rows, calls)]

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.draw is not None:
         from .pictures import save, tflops
 
-        save(tflops, rows, args.draw)
+        save(args.draw, tflops, rows)
     print(speed_table(rows))
     return 0
 

@@ -351,6 +351,13 @@ def a_row(**fields) -> dict:
     return row | {"rank_rows_max": 4, "rank_rows_mean": 4.0, "peak_bytes": 2**30} | fields
 
 
+def test_rows_of_another_run_do_not_stand_beside_the_newest():
+    rows = [
+        a_row(commit=commit, where=where, us=us) for commit, where, us in (("a", "x", 1), ("b", "y", 2), ("b", "x", 3))
+    ]
+    assert [row["us"] for row in outputs.alike([*rows, rows[0] | {"us": 4}])] == [1, 4] and outputs.alike([]) == []
+
+
 def heights(figure) -> list[list[float]]:
     return [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
 
