@@ -64,12 +64,18 @@ class ExpertGemms:
     def run(self, ops: SimpleNamespace, product: str) -> None:
         """By the op of a backend, into result()."""
         op, a, b, out = self._table()[product]
-        zero, b, out = self.zero_1, b(), out()
         if op == "grouped_gemm_wgrad":
-            ops.grouped_gemm_wgrad(a, zero, b, zero, self.row_start_P, out, accumulate=False, stop_1=zero)
+            self.run_wgrad(ops.grouped_gemm_wgrad, product, out(), accumulate=False)
             return
+        zero, b, out = self.zero_1, b(), out()
         tiles = {"rows_per_expert": self.rows_per_expert}
         getattr(ops, op)(a, zero, b, out, zero, self.row_start_P, stop_1=zero, **tiles)
+
+    def run_wgrad(self, wgrad: Callable, product: str, out_LNK: Tensor, *, accumulate: bool) -> None:
+        """A weight gradient by an implementation of grouped_gemm_wgrad, over or into a tensor of the caller's."""
+        _, a, b, _ = self._table()[product]
+        zero = self.zero_1
+        wgrad(a, zero, b(), zero, self.row_start_P, out_LNK, accumulate=accumulate, stop_1=zero)
 
     def torch(self, product: str) -> Tensor | None:
         """By torch._grouped_mm; None without rows."""

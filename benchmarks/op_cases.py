@@ -1,22 +1,28 @@
 """One op at a time with the inputs that the path would give it: those of one rank among W virtual ones."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dist_moe import World, planner, reference, shapes, testing
+from dist_moe import World, planner, reference, registry, shapes, testing
+from dist_moe.norm import Norm
 from dist_moe.shapes import Activation
 from dist_moe.testing import Tolerance
 
 from . import gemms
-from .roofs import Work, backward_work, forward_work
+from .roofs import FP32, Work, backward_work, forward_work, fp32_wgrad_work, norm_work
 from .shapes import Traffic, config_of, draw_inputs, load_of
 
 PRODUCTS = (*gemms.FORWARD, *gemms.BACKWARD)
+ACCUMULATIONS = ("wgrad_w13_accumulate", "wgrad_w2_accumulate")  # into FP32
 ROW_OPS = ("publish", "route", "dispatch", "swiglu", "swiglu_backward", "combine", "reduce")
+NORM_OPS = ("rmsnorm_reduce", "rmsnorm_reduce_backward")
+OPS = PRODUCTS + ACCUMULATIONS + ROW_OPS + NORM_OPS
 
 # What memory holds before an op writes it: a row that is not written shows.
 _STALE = 7.0
@@ -36,16 +42,22 @@ class OpCase:
     work: Work
     in_place: bool = False  # needs setup before every run
     torch: Callable[[], Tensor] | None = None  # the same by torch
+    beside: tuple["OpCase", ...] = ()  # timed in the same rounds, as methods "BACKEND NAME"
+    more: dict = field(default_factory=dict)  # fields of its rows
 
 
-def product_cases(traffic: Traffic, rank: int, device: torch.device) -> list[OpCase]:
-    """The six grouped products of a rank."""
+Makers = dict[str, Callable[[], OpCase]]  # a case's buffers live as long as the case
+
+
+def product_cases(traffic: Traffic, rank: int, device: torch.device) -> Makers:
+    """The six grouped products of a rank, and its weight gradients added up in FP32."""
     no_ids = [torch.zeros(0, traffic.shape.K, dtype=torch.int64)] * traffic.W  # weights alone are wanted
     weights = draw_inputs(traffic.shape, no_ids, (rank,), device)
     rank_gemms = gemms.ExpertGemms(traffic.expert_rows(rank), weights.w13_L2FD, weights.w2_LDF)
     load = load_of(traffic, rank)
-    works = forward_work(load) | backward_work(load)
+    works = forward_work(load) | backward_work(load) | fp32_wgrad_work(load)
     bar = testing.TOLERANCES["gemm"]
+    grads = {"wgrad_w13": rank_gemms.w13, "wgrad_w2": rank_gemms.w2}  # by their shapes
 
     def case(product: str) -> OpCase:
         op = rank_gemms.op_name(product)
@@ -59,7 +71,123 @@ def product_cases(traffic: Traffic, rank: int, device: torch.device) -> list[OpC
             torch=lambda: rank_gemms.torch(product),
         )
 
-    return [case(product) for product in PRODUCTS]
+    def wgrad(name: str, product: str, out: Tensor, setup: Callable, **how) -> OpCase:
+        """Into `out`; pass_bytes: what it would take to add the product to an FP32 gradient in a pass of its own."""
+        accumulate = name in ACCUMULATIONS
+        if not accumulate:
+            how["more"] = {"pass_bytes": out.numel() * (out.element_size() + FP32 + FP32)}
+        return OpCase(
+            name=name if accumulate else str(out.dtype).removeprefix("torch."),
+            op="grouped_gemm_wgrad",
+            run=lambda function: rank_gemms.run_wgrad(function, product, out, accumulate=accumulate),
+            outputs=lambda _: [(name, out, bar)],
+            setup=setup,
+            **how,
+        )
+
+    def accumulation(name: str) -> OpCase:
+        """Beside the product that is written over what is there, in BF16 and in FP32; by torch in two passes.
+
+        Runs that are timed add to the sums of those before, and to the FP32 product, which lies in the same memory.
+        """
+        product = name.removesuffix("_accumulate")
+        sums = torch.empty(grads[product].shape, dtype=torch.float32, device=device)
+        bf16 = torch.empty_like(grads[product])
+        fp32_work, stale = works[f"{product}_fp32"], partial(sums.fill_, _STALE)
+        beside = (
+            wgrad(product, product, bf16, partial(bf16.fill_, _STALE), work=works[product],
+                  torch=lambda: rank_gemms.torch(product)),
+            wgrad(product, product, sums, stale, work=fp32_work),
+        )  # fmt: skip
+        by_torch = lambda: sums.add_(rank_gemms.torch(product))  # noqa: E731
+        return wgrad(name, product, sums, partial(_fill, sums), work=works[name], torch=by_torch, beside=beside)
+
+    return {name: partial(case, name) for name in PRODUCTS} | {
+        name: partial(accumulation, name) for name in ACCUMULATIONS
+    }
+
+
+class NormOps:
+    """RMSNorm of the rows of a rank's own routes with their weighted sum, on tensors of its own.
+
+    The norm is BF16 and without a weight: that is torch.nn.functional.rms_norm on the same rows. (With one, ours
+    multiplies before it normalises.)
+    """
+
+    def __init__(self, traffic: Traffic, ids: list[Tensor], rank: int, device: torch.device):
+        ids_TK, D = ids[rank], traffic.shape.D
+        T, K = ids_TK.shape
+        wire_ids, scores = reference.resolve_routes(ids_TK, torch.rand(T, K) + 0.1, traffic.shape.E)
+        self._device, self._E = device, traffic.shape.E
+        self._works = norm_work(T, int((wire_ids >= 0).sum()), K, D)
+        self._norm, self._stop_1 = Norm(1e-6, torch.bfloat16), torch.zeros(1, dtype=torch.int64, device=device)
+        # Rows of many sizes: one that is not normalised shows.
+        rows = _fill(self._empty(T, K, D)).mul_(1 + 7 * torch.rand(T, K, 1, device=device))
+        self._routes = {"rows_TKD": rows, "ids_TK": wire_ids.to(device), "scores_TK": scores.to(device)}
+
+    def cases(self) -> Makers:
+        return dict(zip(NORM_OPS, (self._forward, self._backward), strict=True))
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _case(self, name: str, op: str, run: Callable, values: dict[str, Tensor], **how) -> OpCase:
+        """values: outputs by name, each compared by rows; moved data and the plain sum by their bits."""
+        exact = {"kept": "moved", "out": "combine" if op == "reduce" else "gemm"}
+        bars = {key: testing.TOLERANCES[exact.get(key, "gemm")] for key in values}
+        return OpCase(
+            name=name,
+            op=op,
+            run=run,
+            outputs=lambda _: [(f"{name} {key}", value, bars[key]) for key, value in values.items()],
+            setup=lambda: [value.fill_(_STALE) for value in values.values()],
+            work=self._works[name],
+            **how,
+        )
+
+    def _forward(self) -> OpCase:
+        """Of a call without a backward; beside it the same that keeps what backward will read, and the plain sum."""
+        rows, ids, scores = self._routes.values()
+        out = self._empty(len(ids), rows.shape[2])
+        kept, rstd = torch.empty_like(rows), self._empty(*ids.shape, dtype=torch.float32)
+
+        def fused(kept_rows_TKD, rstd_TK, function) -> None:
+            kept = {"kept_rows_TKD": kept_rows_TKD, "rstd_TK": rstd_TK}
+            function(out, **self._routes, norm=self._norm, **kept, stop_1=self._stop_1)
+
+        def plain(reduce, of: Tensor = rows) -> None:
+            regions = {"outputs": of, "ids": ids, "scores": scores}
+            regions = {key: SimpleNamespace(own=value, peers=[value]) for key, value in regions.items()}
+            reduce(out, **regions, dedup=False, num_experts=self._E, rank=0, stop_1=self._stop_1)
+
+        best_reduce = registry.function(registry.choose("reduce", registry.call_of(self._device, None))[0])
+
+        def unfused() -> Tensor:
+            plain(best_reduce, functional.rms_norm(rows, rows.shape[2:], None, self._norm.eps))
+            return out
+
+        keeping = {"out": out, "kept": kept, "rstd": rstd.view(1, -1)}
+        beside = (
+            self._case("keep", "rmsnorm_reduce", partial(fused, kept, rstd), keeping),
+            self._case("plain", "reduce", plain, {"out": out}),
+        )
+        run = partial(fused, None, None)
+        return self._case("rmsnorm_reduce", "rmsnorm_reduce", run, {"out": out}, torch=unfused, beside=beside)
+
+    def _backward(self) -> OpCase:
+        rows = self._routes["rows_TKD"]
+        T, K, D = rows.shape
+        grad_out, rstd = _fill(self._empty(T, D)), self._empty(T, K, dtype=torch.float32)
+        how = {"norm": self._norm, "rstd_TK": rstd, "stop_1": self._stop_1}
+        reference.rmsnorm_reduce(self._empty(T, D), **self._routes, **how, kept_rows_TKD=None)
+        grads = torch.empty_like(rows), torch.empty_like(rstd)
+
+        def run(function) -> None:
+            written = {"grad_rows_TKD": grads[0], "grad_scores_TK": grads[1], "grad_weight_D": None}
+            function(grad_out, **self._routes, **how, **written)
+
+        name = "rmsnorm_reduce_backward"
+        return self._case(name, name, run, {"grad_rows": grads[0], "grad_scores": grads[1].view(1, -1)})
 
 
 class RowOps:
@@ -94,7 +222,7 @@ class RowOps:
         load = load_of(traffic, rank)
         self._works = forward_work(load) | {"swiglu_backward": backward_work(load)["swiglu_backward"]}
 
-    def case(self, name: str) -> OpCase:
+    def cases(self) -> Makers:
         return {
             "publish": self._publish_case,
             "route": self._route_case,
@@ -103,7 +231,7 @@ class RowOps:
             "swiglu_backward": self._swiglu_backward_case,
             "combine": self._combine_case,
             "reduce": self._reduce_case,
-        }[name]()
+        }
 
     def _case(self, name: str, run, outputs: Callable[[object], dict], setup, bar: str = "moved", **how) -> OpCase:
         def named(result: object) -> Outputs:
@@ -165,7 +293,7 @@ class RowOps:
             swiglu(self._h1, self._zero_1, self._h2, self._zero_1, self._plan.row_start_P, **how)
 
         def setup():
-            self._fill(self._h1)
+            _fill(self._h1)
             self._h2.fill_(_STALE)
 
         return self._case("swiglu", run, lambda _: {"h2": self._h2[: self._R]}, setup, "swiglu")
@@ -178,8 +306,8 @@ class RowOps:
             )  # fmt: skip
 
         def setup():
-            self._fill(self._h1)
-            self._fill(self._h2)
+            _fill(self._h1)
+            _fill(self._h2)
 
         def outputs(_):
             return {"grad_h1": self._h1[: self._R], "scored_h2": self._h2[: self._R]}
@@ -198,7 +326,7 @@ class RowOps:
             return {f"outputs of rank {rank}": peer.flatten(0, 1) for rank, peer in enumerate(self._at.outputs.peers)}
 
         def setup():
-            self._fill(self._rows_D)
+            _fill(self._rows_D)
             for peer in self._at.outputs.peers:
                 peer.fill_(_STALE)
 
@@ -213,11 +341,12 @@ class RowOps:
             )  # fmt: skip
 
         def setup():
-            self._fill(self._at.outputs.own)
+            _fill(self._at.outputs.own)
             self._out_TD.fill_(_STALE)
 
         return self._case("reduce", run, lambda _: {"out": self._out_TD}, setup, "combine")
 
-    def _fill(self, value: Tensor) -> None:
-        """The same normal numbers each time, so that every implementation gets the same input."""
-        value.normal_(generator=torch.Generator(value.device).manual_seed(1))
+
+def _fill(value: Tensor) -> Tensor:
+    """The same normal numbers each time, so that every implementation gets the same input."""
+    return value.normal_(generator=torch.Generator(value.device).manual_seed(1))

@@ -9,9 +9,14 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from .op_cases import ACCUMULATIONS
 from .record import RESULTS, key
 
 Row = dict
+
+NORM_SPEED_BAR, NORM_BYTES_BAR = 2.0, 1.1
+PASS_BAR, PASS_GBS = 0.8, 4300
+PRODUCT_BARS = {"mixtral-8x7b": 1.15}
 
 
 def read(folder: Path, commit: str | None) -> list[Row]:
@@ -142,8 +147,9 @@ def format_tables(rows: list[Row]) -> list[str]:
 
 
 def op_tables(rows: list[Row]) -> list[str]:
-    texts = []
-    for (T, W, routing), group in grouped(rows, "T", "W", "routing").items():
+    """Without what stands beside an op: that is in the tables of the bars."""
+    texts, alone = [], [row for row in rows if " " not in row["method"]]
+    for (T, W, routing), group in grouped(alone, "T", "W", "routing").items():
         methods = list(dict.fromkeys(row["method"] for row in group))
         lines = []
         for (shape, op), cell in grouped(group, "shape", "direction").items():
@@ -161,6 +167,61 @@ def op_tables(rows: list[Row]) -> list[str]:
 def _rate(row: Row) -> str:
     """Of what bounds an op; virtual ranks' peers are this device's memory."""
     return f"{row['tflops']:.0f} TFLOP/s" if row["flops"] else f"{row['hbm_gbs'] + row['link_gbs']:.0f} GB/s"
+
+
+def norm_tables(rows: list[Row]) -> list[str]:
+    """The fused RMSNorm and sum against F.rms_norm and then the plain sum; counted bytes against those of the sum."""
+    texts = []
+    here = [row for row in rows if row["direction"] == "rmsnorm_reduce"]
+    for (T, W, routing), group in grouped(here, "T", "W", "routing").items():
+        lines = []
+        for (shape,), cell in grouped(group, "shape").items():
+            by = {row["method"]: row for row in cell}
+            for method in (name for name in by if name != "torch" and " " not in name):
+                fused, keep, plain = (by[method + end] for end in ("", " keep", " plain"))
+                faster, moved = by["torch"]["us"] / fused["us"], fused["hbm_bytes"] / plain["hbm_bytes"]
+                lines.append(
+                    [f"{shape}, {method}", _ms(fused["us"]), _ms(by["torch"]["us"]), f"{faster:.2f}"]
+                    + [f"{moved:.2f}", "met" if faster >= NORM_SPEED_BAR and moved <= NORM_BYTES_BAR else "missed"]
+                    + [_ms(plain["us"]), f"{fused['us'] / plain['us']:.2f}"]
+                    + [_ms(keep["us"]), f"{keep['hbm_bytes'] / plain['hbm_bytes']:.2f}"]
+                )
+        header = ["model", "fused, ms", "F.rms_norm + reduce", "times as fast", "bytes / plain", "bars"]
+        header += ["plain reduce, ms", "fused / plain", "keeping rows, ms", "bytes / plain"]
+        title = f"RMSNorm and weighted sum, T={T} a rank of {W}, {routing}; bars: at least {NORM_SPEED_BAR:g} times "
+        title += f"as fast, at most {NORM_BYTES_BAR:g} of the bytes"
+        texts.append(f"{title}\n{where(group[-1])}\n\n{table(header, lines)}")
+    return texts
+
+
+def accumulation_tables(rows: list[Row]) -> list[str]:
+    """A weight gradient added in place against its product, written in BF16 and in FP32, and a pass that adds that.
+
+    A pass reads the product, reads the FP32 gradient and writes it, at PASS_GBS.
+    """
+    texts = []
+    here = [row for row in rows if row["direction"] in ACCUMULATIONS]
+    for (T, W, routing), group in grouped(here, "T", "W", "routing").items():
+        lines = []
+        for (shape, op), cell in grouped(group, "shape", "direction").items():
+            by = {row["method"]: row for row in cell}
+            for method in (name for name in by if name != "torch" and " " not in name):
+                us, line = by[method]["us"], []
+                for product in (by[f"{method} {dtype}"] for dtype in ("bfloat16", "float32")):
+                    of_both = us / (product["us"] + product["pass_bytes"] / PASS_GBS / 1e3)
+                    of_product = us / product["us"]
+                    met = of_both <= PASS_BAR and of_product <= PRODUCT_BARS.get(shape, of_product)
+                    line += [_ms(product["us"]), f"{of_both:.2f}", f"{of_product:.2f}", "met" if met else "missed"]
+                lines.append([f"{shape} {op}, {method}", _ms(us), *line, _ms(by["torch"]["us"])])
+        header = ["op", "accumulates FP32, ms"]
+        for dtype in ("BF16", "FP32"):
+            header += [f"{dtype} product, ms", "of product + pass", "of product", "bars"]
+        bars = ", ".join(f"{bar:g} of the product at {shape}" for shape, bar in PRODUCT_BARS.items())
+        title = f"Weight gradients added in place, the fullest of {W} ranks, T={T}, {routing}; bars: at most "
+        title += f"{PASS_BAR:g} of product + pass, {bars}; a pass at {PASS_GBS / 1e3:g} TB/s"
+        header += ["torch, BF16 in two passes, ms"]
+        texts.append(f"{title}\n{where(group[-1])}\n\n{table(header, lines)}")
+    return texts
 
 
 def stage_tables(rows: list[Row]) -> list[str]:
@@ -199,6 +260,8 @@ TABLES = (
     ("formats", format_tables),
     ("stages", stage_tables),
     ("op", op_tables),
+    ("op", norm_tables),
+    ("op", accumulation_tables),
 )
 
 if __name__ == "__main__":

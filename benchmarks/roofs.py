@@ -35,9 +35,9 @@ def total(works) -> Work:
     return reduce(Work.__add__, works, Work())
 
 
-def _gemm(rows: int, N: int, K: int, num_weights: int) -> Work:
+def _gemm(rows: int, N: int, K: int, num_weights: int, weight_bytes: int = BF16) -> Work:
     """rows [K] in, rows [N] out and num_weights matrices [N, K]: the same for forward, dgrad and wgrad."""
-    return Work(2 * rows * N * K, BF16 * (rows * (N + K) + num_weights * N * K))
+    return Work(2 * rows * N * K, BF16 * rows * (N + K) + weight_bytes * num_weights * N * K)
 
 
 def _publish(load: Load) -> Work:
@@ -84,6 +84,33 @@ def backward_work(load: Load) -> dict[str, Work]:
         "wgrad_w13": _gemm(R, 2 * F, D, L),
         "reduce": _reduce(load),
         "collect_score_grads": Work(hbm_bytes=load.tokens * load.K * (FP32 + INT64 + FP32)),
+    }
+
+
+def fp32_wgrad_work(load: Load) -> dict[str, Work]:
+    """Of weight gradients that are written in FP32, and of those that are added to what is there."""
+    D, F, R, used, L = load.D, load.F, load.rows, load.experts_used, load.L
+    return {
+        "wgrad_w13_fp32": _gemm(R, 2 * F, D, L, FP32),
+        "wgrad_w2_fp32": _gemm(R, D, F, L, FP32),
+        "wgrad_w13_accumulate": _gemm(R, 2 * F, D, used, FP32 + FP32),
+        "wgrad_w2_accumulate": _gemm(R, D, F, used, FP32 + FP32),
+    }
+
+
+def norm_work(tokens: int, routes: int, K: int, D: int) -> dict[str, Work]:
+    """Of RMSNorm with the sum per route and of that sum alone, on `routes` rows of `tokens` tokens of K slots.
+
+    Ids, scores and 1 / rms count too: these are bytes that are held against each other. The kernel's loads and stores
+    are counted in tests/kernels_triton/test_rmsnorm.py.
+    """
+    row, slots, rstds = BF16 * D, (INT16 + FP32) * tokens * K, FP32 * tokens * K
+    plain = row * (routes + tokens) + slots
+    return {
+        "rmsnorm_reduce": Work(hbm_bytes=plain),
+        "plain": Work(hbm_bytes=plain),
+        "keep": Work(hbm_bytes=plain + row * routes + rstds),
+        "rmsnorm_reduce_backward": Work(hbm_bytes=row * (2 * routes + tokens) + slots + rstds + FP32 * routes),
     }
 
 

@@ -6,14 +6,16 @@
 #   benchmarks/run_h200.sh two [COMMIT] [RESULTS]    two GPUs, under 6 minutes: the path of five models beside baseline
 #                                                    and floor, with the table of its stages
 #   benchmarks/run_h200.sh ops [COMMIT] [RESULTS]    one GPU, under 3 minutes: the ops that move and mix rows
+#   benchmarks/run_h200.sh bars [COMMIT] [RESULTS]   one GPU, under 3 minutes: RMSNorm fused with the sum, and weight
+#                                                    gradients added in place, of five models beside their parts
 #   benchmarks/run_h200.sh memory [COMMIT] [RESULTS] two GPUs, under 3 minutes: scratch that lies on the host in part
 #   benchmarks/run_h200.sh formats [COMMIT] [RESULTS] two GPUs, under 6 minutes: MXFP8 and NVFP4 beside BF16
 #
 # Call it again to go on: rows that are there with the same COMMIT are not measured again. Every command has a limit of
 # its own; one that fails or runs past it leaves the others alone.
-mode=${1:?one, two, ops, memory or formats}
-declare -A seconds=([one]=230 [two]=350 [ops]=170 [memory]=170 [formats]=350)
-budget=${seconds[$mode]:?one, two, ops, memory or formats}
+mode=${1:?one, two, ops, bars, memory or formats}
+declare -A seconds=([one]=230 [two]=350 [ops]=170 [bars]=170 [memory]=170 [formats]=350)
+budget=${seconds[$mode]:?one, two, ops, bars, memory or formats}
 source "$(dirname "$0")/_budget.sh"
 
 common=("${rows[@]}" --routings uniform --tokens 8192)
@@ -33,6 +35,10 @@ two)
 ops)
   run 150 python3 -m benchmarks.bench_op --shapes qwen3-30b deepseek-v3 "${common[@]}" \
     --ops publish route dispatch swiglu swiglu_backward combine reduce
+  ;;
+bars)
+  run 165 python3 -m benchmarks.bench_op --shapes "${models[@]}" "${common[@]}" \
+    --ops wgrad_w13_accumulate wgrad_w2_accumulate rmsnorm_reduce
   ;;
 memory)
   run 40 python3 -m benchmarks.host_access

@@ -218,7 +218,8 @@ def test_inference_contexts_refuse_a_weight_that_wants_a_gradient():
 
 def test_the_fused_norm_moves_what_the_plain_combine_does(monkeypatch):
     """Bytes of rows by the sizes of what the stages of the way back take: combine reads and writes every route, the sum
-    reads them and writes a token. Without a backward to come the norm adds nothing; with one, the rows it keeps."""
+    reads them and writes a token. Without a backward to come the norm adds nothing; with one, the rows it keeps. What
+    the kernels load and store is counted in kernels_triton/test_rmsnorm.py."""
     case = Case("one rank per route", W=1, K=1, E=4, T=8, D=64, F=32)
     moved = {}
 

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from benchmarks.roofs import norm_work
 from tests.kernels_triton.row_cases import NAN, same_bits
 
 from dist_moe import reference_norm
+from dist_moe.kernels_triton import combine
 from dist_moe.kernels_triton import rmsnorm as kernels
 from dist_moe.norm import Norm
 from dist_moe.testing import assert_close
@@ -149,6 +152,68 @@ def test_require_bitwise_keeps_the_order_of_the_unfused_norm(device):
     for k in range(3):
         acc += problem.scores[:6, k, None] * n[:, k]
     assert same_bits(problem.forward(kernels).out, acc.bfloat16())
+
+
+class Moved:
+    """What interpreted kernels load and store, in bytes: `issued` by their instructions, where masks are set, and
+    `touched`, each address once in each direction, as a cache would have it."""
+
+    def __init__(self, monkeypatch):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+            stock = getattr(InterpreterBuilder, name)
+            monkeypatch.setattr(InterpreterBuilder, name, self._listening(name, stock, place))
+
+    def _listening(self, name, stock, place):
+        def op(builder, *args, **options):
+            pointers, mask = args[0], args[place].data.astype(bool)
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            addresses = np.broadcast_to(pointers.data, mask.shape)[mask]
+            self.issued += size * addresses.size
+            self._addresses.setdefault((name, size), []).append(addresses.ravel())
+            return stock(builder, *args, **options)
+
+        return op
+
+    def by(self, launch) -> SimpleNamespace:
+        """Of one launch of one program, without the word that says stop."""
+        self.issued, self._addresses = 0, {}
+        launch()
+        touched = sum(size * len(np.unique(np.concatenate(found))) for (_, size), found in self._addresses.items())
+        return SimpleNamespace(issued=self.issued - 8, touched=touched - 8)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("norm", [case[4] for case in CASES[1:]], ids=[case[0] for case in CASES[1:]])
+def test_moves_what_the_plain_sum_per_route_moves(norm, monkeypatch, device):
+    """At most 1.1 times the bytes of `reduce` per route, in a call without a backward; the formulas of the benchmark.
+
+    A backward to come costs the rows that it reads, once more. The gain comes out of the cache for every route, so with
+    one it is the touched bytes that are held to the bar.
+    """
+    T, K, D = 9, 8, 96
+    problem = Problem(T, K, D, norm, device)
+    problem.ids.clamp_(min=0)  # all slots live
+    problem.used.fill_(True)
+    problem.rows = torch.randn(problem.rows.shape, device=device).bfloat16()
+    moved, one, works = Moved(monkeypatch), {"num_sms": 1}, norm_work(T, T * K, K, D)
+    own = {"outputs": problem.rows, "ids": problem.ids, "scores": problem.scores}
+    own = {name: SimpleNamespace(own=value, peers=[value]) for name, value in own.items()}
+    out = problem.nan(T, D, dtype=torch.bfloat16)
+    plain = moved.by(
+        lambda: combine.reduce(out, **own, dedup=False, num_experts=4, rank=0, stop_1=problem.stop_1, **one)
+    )
+    fused, keeping = (moved.by(lambda keep=keep: problem.forward(kernels, keep, **one)) for keep in (False, True))
+    gain = 0 if norm.weight_D is None else 2 * D
+    assert plain.touched == works["plain"].hbm_bytes and out.isfinite().all()
+    assert fused.touched == works["rmsnorm_reduce"].hbm_bytes + gain <= 1.1 * plain.touched
+    assert keeping.touched == works["keep"].hbm_bytes + gain
+    assert fused.issued == fused.touched - gain + T * K * gain
+    rstd = problem.forward(kernels).rstd
+    if norm.weight_D is None:
+        backward = moved.by(lambda: problem.backward(kernels, rstd, **one))
+        assert backward.touched == works["rmsnorm_reduce_backward"].hbm_bytes
 
 
 @OPS
