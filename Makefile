@@ -43,8 +43,9 @@ lint: $(SETUP)
 	$(PY) -m ruff format --check --quiet .
 
 use-active:
-	@$(PY) -c 'import dist_moe.kernels_triton as k, os, sys; \
-	  sys.exit(not os.path.samefile(os.path.dirname(k.__file__), "kernels_triton"))' 2>/dev/null || \
+	@$(PY) -c 'import dist_moe.benchmarks as b, dist_moe.kernels_triton as k, os, sys; \
+	  sys.exit(not all(os.path.samefile(os.path.dirname(m.__file__), m.__name__.split(".")[-1]) for m in (b, k)))' \
+	  2>/dev/null || \
 	  $(PY) -m pip install --no-deps --no-build-isolation -e . || $(PY) -m pip install --no-deps -e .
 	@missing=$$($(PY) -c 'from importlib.util import find_spec; \
 	  names = ("typer", "rich", "matplotlib", "numpy", "ml_dtypes", "pytest", "pytest-timeout", "hypothesis"); \

@@ -1,4 +1,7 @@
-"""Benchmarks: `python -m benchmarks.bench_op`, `python -m benchmarks.bench_path`, `python -m benchmarks.report`."""
+"""Benchmarks: `python -m dist_moe bench`; of the repository `python -m benchmarks.bench_path`, `bench_op`, `report`.
+
+Installed as dist_moe.benchmarks; modules import each other relatively, so that both names work.
+"""
 
 import os
 

@@ -7,6 +7,9 @@ The numbers of rows are read by the host, once a call, as all_to_all_single want
 their own: autograd's would add with atomics.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch.nn import functional as F
 from dist_moe.virtual import RankResults
 
 from .launch import Job
+from .ours import BOTH, FORWARD, INFERENCE
 from .shapes import Inputs, Shape
 
 
@@ -90,7 +94,7 @@ class _Exchange(Function):
         return _all_to_all(grad.contiguous(), *ctx.way_back), None, None, None
 
 
-def _grouped(rows: Tensor, weights: Tensor, ends_L: Tensor) -> Tensor:
+def grouped(rows: Tensor, weights: Tensor, ends_L: Tensor) -> Tensor:
     """rows @ weights[e].T, expert by expert.
 
     A rank without rows takes an ordinary product, which gives weight gradients of zero: torch._grouped_mm on CUDA may
@@ -118,8 +122,8 @@ def routed_experts(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, group) -> Tensor:
         by_expert = torch.argsort(expert_R, stable=True)
         rows = _Permute.apply(rows, by_expert)
     ends_L = arriving_WL.sum(dim=0).cumsum(0).int()
-    gate, up = _grouped(rows, w13_L2FD, ends_L).chunk(2, dim=1)
-    rows = _grouped(F.silu(gate) * up, w2_LDF, ends_L)
+    gate, up = grouped(rows, w13_L2FD, ends_L).chunk(2, dim=1)
+    rows = grouped(F.silu(gate) * up, w2_LDF, ends_L)
     if W > 1:
         rows = _ToSlots.apply(rows, by_expert, len(rows))
     rows = _Exchange.apply(rows, sent, received, group)
@@ -127,11 +131,14 @@ def routed_experts(x_TD, ids_TK, scores_TK, w13_L2FD, w2_LDF, group) -> Tensor:
     return torch.bmm(scores_TK.to(slots_TKD.dtype)[:, None], slots_TKD)[:, 0]
 
 
-class Baseline:
-    """The baseline on this process's inputs; virtual ranks are one device that holds all experts."""
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # of x, ids, scores, W13 and W2
 
-    def __init__(self, job: Job, shape: Shape, inputs: Inputs):
-        self._job, self._sizes, self._L = job, [len(r.x_TD) for r in inputs.ranks], shape.E // job.W
+
+class LayerCalls:
+    """A layer that autograd differentiates, on this process's inputs; of virtual ranks one that holds all experts."""
+
+    def __init__(self, job: Job, shape: Shape, inputs: Inputs, layer: Layer):
+        self._layer, self._sizes, self._L = layer, [len(r.x_TD) for r in inputs.ranks], shape.E // job.W
         together = [torch.cat([getattr(r, name).detach() for r in inputs.ranks]) for name in ("x_TD", "scores_TK")]
         self._x, self._scores = (t.requires_grad_() for t in together)
         self._ids = torch.cat([r.ids_TK for r in inputs.ranks])
@@ -139,17 +146,31 @@ class Baseline:
         self._weights = (inputs.w13_L2FD, inputs.w2_LDF)
 
     def forward(self) -> Tensor:
-        return routed_experts(self._x, self._ids, self._scores, *self._weights, self._job.group)
+        return self._layer(self._x, self._ids, self._scores, *self._weights)
+
+    def infer(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
 
     def forward_backward(self) -> list[Tensor]:
         out = self.forward()
         return [out.detach(), *torch.autograd.grad(out, [self._x, self._scores, *self._weights], self._grad_out)]
 
+    def run_of(self, direction: str) -> Callable[[], object]:
+        """What a direction times."""
+        return {FORWARD: self.forward, BOTH: self.forward_backward, INFERENCE: self.infer}[direction]
+
     def results(self, *, backward: bool) -> list[RankResults]:
         if not backward:
-            with torch.no_grad():
-                return [RankResults(out) for out in self.forward().split(self._sizes)]
+            return [RankResults(out) for out in self.infer().split(self._sizes)]
         out, grad_x, grad_scores, grad_w13, grad_w2 = self.forward_backward()
         parts = [t.split(self._sizes) for t in (out, grad_x, grad_scores)]
         parts += [t.split(self._L) for t in (grad_w13, grad_w2)]
         return [RankResults(*part) for part in zip(*parts, strict=True)]
+
+
+class Baseline(LayerCalls):
+    """The layer of this file."""
+
+    def __init__(self, job: Job, shape: Shape, inputs: Inputs):
+        super().__init__(job, shape, inputs, functools.partial(routed_experts, group=job.group))

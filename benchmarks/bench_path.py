@@ -145,13 +145,7 @@ class Case:
     def _baseline(self, direction: str):
         """Its results, and the method that repeats them."""
         baseline = Baseline(self.job, self.shape, self.inputs)
-
-        def infer() -> None:
-            with torch.no_grad():
-                baseline.forward()
-
-        run = {FORWARD: baseline.forward, BOTH: baseline.forward_backward, INFERENCE: infer}[direction]
-        return baseline.results(backward=direction == BOTH), Method("baseline", run)
+        return baseline.results(backward=direction == BOTH), Method("baseline", baseline.run_of(direction))
 
     def _more(self, ours: Ours, contexts: contextlib.ExitStack) -> dict[str, Callable[[], Method]]:
         """What is captured in CUDA graphs, by name; a failure leaves the others alone."""

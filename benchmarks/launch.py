@@ -1,6 +1,7 @@
 """Where a benchmark runs: one process, W virtual ranks in one process, or W processes started by torchrun."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,11 +86,39 @@ def under_torchrun() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
+def number_started() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_first() -> bool:
+    """Of the processes of the job, also when there is one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def spawn(W: int, target: Callable[..., None], *args: Any) -> None:
+    """target(*args) in W processes of this machine that find themselves as if torchrun had started them.
+
+    Raises torch.multiprocessing.ProcessRaisedException with the traceback of the first that raises, and
+    ProcessExitedException when one dies; the others are ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
+    torch.multiprocessing.spawn(_as_rank, (W, port, target, args), nprocs=W)
+
+
+def _as_rank(rank: int, W: int, port: int, target: Callable[..., None], args: tuple) -> None:
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": W, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    target(*args)
+
+
 def start(*, virtual: int | None, cpu: bool) -> Job:
     """The Job of this process; joins the others when torchrun started it."""
     torch.set_float32_matmul_precision("highest")  # FP32 products of the oracle are FP32 products
     if virtual is None and under_torchrun():
-        rank, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, W = int(os.environ["RANK"]), number_started()
         device = torch.device("cpu") if cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if not cpu:
             torch.cuda.set_device(device)

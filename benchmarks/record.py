@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -22,7 +22,12 @@ RESULTS = Path(__file__).parent / "results"
 UNKNOWN = "unknown"
 
 # What tells one measurement from another; a row that is there with this commit is not measured again.
-KEY = ("commit", "gpu", "bench", "shape", "routing", "T", "W", "where", "scheme", "direction", "method")
+KEY = ("commit", "gpu", "bench", "shape", "routing", "T", "W", "where", "scheme", "direction", "method", "precision")
+
+
+def key(row: dict) -> tuple:
+    """Rows of scripts that measure BF16 alone have no precision."""
+    return tuple(row.get(name) for name in KEY)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -58,6 +63,13 @@ def _driver() -> str:
         return UNKNOWN
 
 
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
 def machine(job: Job) -> dict:
     on_gpu = job.device.type == "cuda"
     return {
@@ -65,22 +77,22 @@ def machine(job: Job) -> dict:
         "num_gpus": job.num_gpus if on_gpu else 0,
         "driver": _driver() if on_gpu else "none",
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": _triton(),
         "python": platform.python_version(),
     }
 
 
 class Rows:
-    """The rows of one script: appends to <folder>/<name>.jsonl, on the first process alone."""
+    """The rows of one script: appends to <folder>/<file or name>.jsonl, on the first process alone."""
 
-    def __init__(self, job: Job, name: str, args: argparse.Namespace):
-        self._job, self._path = job, None if args.results is None else args.results / f"{name}.jsonl"
+    def __init__(self, job: Job, name: str, args: argparse.Namespace, file: str | None = None):
+        self._job, self._path = job, None if args.results is None else args.results / f"{file or name}.jsonl"
         self._common = machine(job) | {"bench": name, "commit": args.commit, "command": args.command}
         self.missed = False
         done = set()
         if job.is_first and args.commit != UNKNOWN and self._path is not None and self._path.exists():
             rows = map(json.loads, self._path.read_text().splitlines())
-            done = {tuple(row[name] for name in KEY) for row in rows}
+            done = set(map(key, rows))
         self._done = job.gather(done)[0]
 
     def about(self, shape: Shape, traffic: Traffic, routing: str, direction: str) -> dict:
@@ -91,8 +103,7 @@ class Rows:
         return what | sizes | traffic.balance()
 
     def has(self, about: dict, method: str) -> bool:
-        row = self._common | about | {"method": method}
-        return tuple(row[name] for name in KEY) in self._done
+        return key(self._common | about | {"method": method}) in self._done
 
     def add(self, about: dict, method: str, times: Times, work: Work | None, roofs: Roofs, num_devices: int, **more):
         """Append a row and return it. `work` is that of all ranks together; without it no rates are given."""

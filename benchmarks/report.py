@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from .op_cases import ACCUMULATIONS
-from .record import KEY, RESULTS
+from .record import RESULTS, key
 
 Row = dict
 
@@ -25,7 +25,7 @@ def read(folder: Path, commit: str | None) -> list[Row]:
     for path in sorted(folder.glob("*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
             if commit is None or row["commit"] == commit:
-                newest[tuple(row[name] for name in KEY if name != "commit")] = row
+                newest[key(row | {"commit": None})] = row
     return list(newest.values())
 
 

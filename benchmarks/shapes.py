@@ -48,7 +48,7 @@ class Traffic:
     """Rows and pairs by source and destination, counted from the ids of all ranks."""
 
     def __init__(self, shape: Shape, ids: list[Tensor]):
-        self.shape, self.W = shape, len(ids)
+        self.shape, self.ids, self.W = shape, ids, len(ids)
         self.L = shape.E // self.W
         self.tokens_W = [len(ids_TK) for ids_TK in ids]
         self.rows_WE, self.pairs_WW = torch.zeros(self.W, shape.E, dtype=torch.int64), []

@@ -88,6 +88,14 @@ class StageClock:
         self._spans.clear()
         return us
 
+    def take_starts(self) -> list[tuple[Stage, float, float]]:
+        """(stage, us after the first began, us that it took) of every span since the last take, by their start."""
+        spans = [(stage, span) for stage, parts in self._spans.items() for span in parts]
+        first = next(span for (_, name), span in spans if name == WHOLE)
+        taken = [(stage, span.us_after(first), span.us()) for stage, span in spans]
+        self._spans.clear()
+        return sorted(taken, key=lambda part: part[1])
+
 
 class _Running:
     def __init__(self, spans: list[Span], span: Span):
@@ -101,22 +109,27 @@ class _Running:
         self._spans.append(self._span)
 
 
+def run_call(job: Job, ours: Ours, line: StartLine, clock: StageClock) -> None:
+    """One call under the clock, after a start that all ranks share. Collective."""
+    if ours.prepare:
+        ours.prepare()
+    line.wait()
+    if job.device.type == "cuda":
+        torch.cuda._sleep(HEAD_START_CYCLES)
+    with clock.direction("forward"):
+        outs = ours.forward()
+    if ours.direction == BOTH:
+        with clock.direction("backward"):
+            ours.backward(outs)
+
+
 def measure_stages(job: Job, shape: Shape, ours: Ours, rounds: int) -> dict[Stage, Times]:
     """Times by stage in the order of the path, of the rank where the stage takes longest; local ranks are added up."""
     line = StartLine(job)
     samples: dict[Stage, list[float]] = {}
     with StageClock(job, shape, ours) as clock:
         for i in range(-WARMUP_ROUNDS, rounds):
-            if ours.prepare:
-                ours.prepare()
-            line.wait()
-            if job.device.type == "cuda":
-                torch.cuda._sleep(HEAD_START_CYCLES)
-            with clock.direction("forward"):
-                outs = ours.forward()
-            if ours.direction == BOTH:
-                with clock.direction("backward"):
-                    ours.backward(outs)
+            run_call(job, ours, line, clock)
             us = clock.take()
             if i >= 0:
                 for stage, value in us.items():

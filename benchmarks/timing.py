@@ -60,6 +60,13 @@ class Span:
     def stop(self) -> None:
         self._mark(1)
 
+    def us_after(self, other: "Span") -> float:
+        """Microseconds from the start of another span to the start of this one; waits for both starts."""
+        if not self._events:
+            return (self._clock[0] - other._clock[0]) / 1e3
+        self._events[0].synchronize()
+        return other._events[0].elapsed_time(self._events[0]) * 1e3
+
     def us(self) -> float:
         """Microseconds; waits for the end of the span."""
         if not self._events:

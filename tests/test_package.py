@@ -64,7 +64,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if not re.match(r"dist_moe_triton-[^/]*\.dist-info/", n)}
     folders = {"dist_moe": ROOT / "src/dist_moe"}
-    folders |= {f"dist_moe/{name}": ROOT / name for name in ("kernels_triton", "kernels_cute")}
+    folders |= {f"dist_moe/{name}": ROOT / name for name in ("kernels_triton", "kernels_cute", "benchmarks")}
     wanted = {
         f"{prefix}/{path.relative_to(folder).as_posix()}"
         for prefix, folder in folders.items()
@@ -105,10 +105,11 @@ def run_installed(code: str, installed: Path) -> str:
 
 def test_the_wheel_plans_memory_away_from_the_repository(installed):
     code = """
-    import dist_moe, dist_moe.kernels_triton, dist_moe.kernels_cute
+    import dist_moe, dist_moe.kernels_triton, dist_moe.kernels_cute, dist_moe.benchmarks.sweep
     config = dist_moe.Config(64, 128, 128, 2, 8, 1)
     plan = dist_moe.plan_memory(config, 2)
-    print(dist_moe.__file__, dist_moe.kernels_triton.__file__, dist_moe.kernels_cute.__file__, type(plan).__name__)
+    modules = (dist_moe, dist_moe.kernels_triton, dist_moe.kernels_cute, dist_moe.benchmarks)
+    print(*(module.__file__ for module in modules), type(plan).__name__)
     """
     *files, kind = run_installed(code, installed).split()
     assert all(Path(file).is_relative_to(installed) for file in files) and kind == "MemoryPlan"

@@ -1,4 +1,4 @@
-"""The command line: python -m dist_moe demo | plan | explain | doctor | check, also installed as dist-moe."""
+"""The command line: python -m dist_moe demo | plan | explain | doctor | check | bench, also installed as dist-moe."""
 
 import contextlib
 import enum
@@ -319,6 +319,18 @@ def explain(
     with _one_line_errors():
         text = registry.explain(sizes.config(), sizes.ep_size, device=device, backend=backend)
     print(text)
+
+
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)  # the options, --help among them, are those of benchmarks/sweep.py
+def bench(context: typer.Context) -> None:
+    """Measure models x tokens x routings x precisions beside floor and peers, with tables and pictures; see --help."""
+    from .benchmarks import sweep
+
+    with _one_line_errors():
+        code = sweep.main(context.args)
+    raise typer.Exit(code)
 
 
 def main() -> None:

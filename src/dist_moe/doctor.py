@@ -71,7 +71,7 @@ def _driver() -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def checkout_commit() -> str | None:
     """Of the checkout that this package is in, with what was changed since; None for an installed one."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
@@ -113,7 +113,7 @@ def examine() -> dict:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {package: _version(package) for package in PACKAGES},
-        "commit": _commit(),
+        "commit": checkout_commit(),
         "cuda": torch.version.cuda,
         "driver": _driver(),
         "triton_interpret": os.environ.get("TRITON_INTERPRET"),
