@@ -41,11 +41,11 @@ DELAY_NS = tl.constexpr(_delay_ns(os.environ.get(DELAY_VARIABLE, "0")))
 def begin(next_may_launch: tl.constexpr = True):
     """The first statement of every launched kernel: the launch before it has ended, and what it wrote is visible.
 
-    _launch launches a kernel while the one before it in the stream still runs, once all programs of that one have begun
-    (programmatic dependent launch), so that the way from the host's queue to the SMs is covered; here its programs wait.
-    A launch ends after its own wait, so all earlier ones have ended too. next_may_launch=False in launches that wait for
-    a peer: the next kernel's programs would sit beside it and hold SMs that another stream may need to let that peer go
-    on.
+    _launch launches a kernel while the one before it in the stream still runs, once all programs of that one have
+    begun (programmatic dependent launch): the way from the host's queue to the SMs is covered, and here its programs
+    wait. A launch ends after its own wait, so all earlier ones have ended too. next_may_launch=False in launches that
+    wait for a peer: the next kernel's programs would sit beside it and hold SMs that another stream may need to let
+    that peer go on.
     """
     if next_may_launch:
         tl.inline_asm_elementwise(_LET_NEXT_LAUNCH, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

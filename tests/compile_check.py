@@ -25,7 +25,7 @@ from pathlib import Path
 
 ARCHS = (90, 100)
 AWAIT = "griddepcontrol.wait"
-MEMORY = re.compile(r"\b(?:(?:ld|st)\.[\w.:]*global|(?:atom|red)\.(?!\w*shared)|cp\.async)")  # anything but shared memory
+MEMORY = re.compile(r"\b(?:(?:ld|st)\.[\w.:]*global|(?:atom|red)\.(?!\w*shared)|cp\.async)")  # not the shared one
 MAX_SHARED_BYTES = 227 * 1024  # what a program can have on both
 
 
