@@ -51,7 +51,7 @@ class Path:
     exchanges: bool  # False: peers are emulated by this rank's own memory and nobody waits
     num_sms: int | None
     preset: str | None
-    rows_per_expert: int  # on average, when the scratch is full: tells a decode context from a training one
+    rows_per_expert: int  # on average, of full calls: tells a decode context from a training one
     fast_math: bool  # block-scaled SwiGLU with an approximate sigmoid
 
     @property
