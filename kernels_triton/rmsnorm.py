@@ -5,11 +5,11 @@
     backward  grad_score = <gy, n>,  u = norm_dtype(score * gy),  grad_h = (u - xh * <xh, u> / D) * rstd
               grad_row = bf16(grad_h * g),  grad_weight = sum over all routes of grad_h * row
 
-Grid: persistent, a row at a time, each read once. A row lies in registers by chunks of 16 bytes a thread, and the next
-rows are on their way into shared memory while one is normalised: the loops over slots are pipelined. Forward stands
-where reduce does, after the wait on COMBINED, on what combine pushed route by route; backward writes the gradients of
-the rows into this rank's `outputs`, before the signal of PUBLISHED. Both touch this rank's memory only. Products are
-rounded before they are added (enable_fp_fusion=False), sums over k run in slot order.
+Grid: persistent, a row at a time, in registers by chunks of 16 bytes a thread. Forward reads each row once, the next
+ones on their way into shared memory while one is normalised: its loop over slots is pipelined. Forward stands where
+reduce does, after the wait on COMBINED, on what combine pushed route by route; backward writes the gradients of the
+rows into this rank's `outputs`, before the signal of PUBLISHED. Both touch this rank's memory only. Products are rounded
+before they are added (enable_fp_fusion=False), sums over k run in slot order.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from ._launch import launched
 class Config:
     num_warps: int
     programs_per_sm: int
-    num_stages: int
     chunk: int  # columns that the threads take at once
+    num_stages: int | None = None  # forward: one row more than are loaded ahead
 
     @property
     def options(self) -> dict:
@@ -39,22 +39,25 @@ class Config:
 
     @property
     def constants(self) -> dict:
-        return {"CHUNK": self.chunk, "STAGES": self.num_stages}
+        return {"CHUNK": self.chunk} | ({} if self.num_stages is None else {"STAGES": self.num_stages})
 
 
-ELEMENTS = 32  # of a row in a thread, at most
-WARPS_PER_SM = {False: 20, True: 12}  # by backward: what registers for so many elements leave
-NUM_STAGES = 4  # one row more than are loaded ahead
-SHARED_BYTES_PER_SM = 227 * 1024
+# What a benchmark chooses: elements of a row in a thread, warps of an SM that registers for so many leave, stages.
+ELEMENTS = 32
+FORWARD_WARPS, BACKWARD_WARPS = 20, 16
+NUM_STAGES = 4
+SHARED_BYTES = 227 * 1024  # of an SM
 
 
 def pick_config(D: int, backward: bool, weight: bool = False) -> Config:
     """Chunks and warps are of D alone: sums along a row run in the same order in forward and backward."""
     num_warps = max(next_power_of_2(D) // (32 * ELEMENTS), 1)
     chunk = min(256 * num_warps, next_power_of_2(D))
+    if backward:
+        return Config(num_warps, min(max(BACKWARD_WARPS // num_warps, 1), 16), chunk)
     ring_bytes = (NUM_STAGES - 1) * cdiv(D, chunk) * 2 * chunk * (2 if weight else 1)  # the gain comes with each row
-    programs = min(WARPS_PER_SM[backward] // num_warps, SHARED_BYTES_PER_SM // (ring_bytes + 2048), 16)
-    return Config(num_warps, max(programs, 1), NUM_STAGES, chunk)
+    programs = min(FORWARD_WARPS // num_warps, SHARED_BYTES // (ring_bytes + 2048), 16)
+    return Config(num_warps, max(programs, 1), chunk, NUM_STAGES)
 
 
 def grid_of(device: torch.device, config: Config, num_sms: int | None) -> tuple[int]:
@@ -68,11 +71,6 @@ def _add_compensated(a, a_low, b, b_low):
     of_b = total - a
     rest = (a - (total - of_b)) + (b - of_b)
     return total, a_low + b_low + rest
-
-
-@triton.jit
-def _add_two(a, b, other_a, other_b):
-    return a + other_a, b + other_b
 
 
 @triton.jit
@@ -109,19 +107,21 @@ def _store(row_ptr, chunks, used, D: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _gain(weight, gain_center):
+def _gain(weight_ptr, c: tl.constexpr, gain_center, D: tl.constexpr, CHUNK: tl.constexpr):
+    offs_d = c * CHUNK + tl.arange(0, CHUNK)
+    weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0)
     return through_bf16(weight.to(tl.float32) + gain_center)
 
 
 @triton.jit
-def _with_gain(row, weights, gain_center):
-    """The chunks of what is normalised, FP32; weights: chunks, or None."""
+def _with_gain(row, weight_ptr, gain_center, D: tl.constexpr, CHUNK: tl.constexpr):
+    """The chunks of what is normalised, FP32. The gain is loaded each time: held, it would take a row's registers."""
     h = ()
     for c in tl.static_range(len(row)):
-        if weights is None:
+        if weight_ptr is None:
             h += (row[c].to(tl.float32),)
         else:
-            h += (through_bf16(row[c].to(tl.float32) * _gain(weights[c], gain_center)),)
+            h += (through_bf16(row[c].to(tl.float32) * _gain(weight_ptr, c, gain_center, D, CHUNK)),)
     return h
 
 
@@ -187,8 +187,7 @@ def _rmsnorm_reduce(
         row = _load(rows_ptr + slot * D, used, D, CHUNK)
         if kept_ptr is not None:
             _store(kept_ptr + slot * D, row, used, D, CHUNK)
-        weights = None if weight_ptr is None else _load(weight_ptr, True, D, CHUNK)
-        h = _with_gain(row, weights, gain_center)
+        h = _with_gain(row, weight_ptr, gain_center, D, CHUNK)
         rstd = _rstd(h, eps, D, KAHAN)
         if rstd_ptr is not None:
             tl.store(rstd_ptr + slot, rstd)
@@ -224,9 +223,8 @@ def _rmsnorm_reduce_backward(
     NORM_BF16: tl.constexpr,
     KAHAN: tl.constexpr,
     CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,  # of the loop over slots
 ):
-    """Tokens one by one, the gradient of one in registers; program p leaves its part of grad_weight in row p.
+    """Tokens one by one, neighbours in a program; program p leaves its part of grad_weight in row p.
 
     Example (D = 2, eps 0, K = 1): row [3, 3] with score 2 and gy [6, 0] has grad_score 6, u [12, 0], <xh, u> / D = 6
     and grad_row [2, -2].
@@ -239,14 +237,14 @@ def _rmsnorm_reduce_backward(
     for token in range(first, end):
         delay(token)
         t = tl.cast(token, tl.int64)
-        gy = _load(grad_out_ptr + t * grad_out_stride, True, D, CHUNK)
-        for k in tl.range(0, K, num_stages=STAGES):
+        gy_ptr = grad_out_ptr + t * grad_out_stride
+        for k in range(K):
             slot = t * K + k
             used = tl.load(ids_ptr + slot) >= 0
             score = tl.load(scores_ptr + slot)
             row = _load(rows_ptr + slot * D, used, D, CHUNK)
-            weights = None if weight_ptr is None else _load(weight_ptr, True, D, CHUNK)
-            h = _with_gain(row, weights, gain_center)
+            gy = _load(gy_ptr, True, D, CHUNK)
+            h = _with_gain(row, weight_ptr, gain_center, D, CHUNK)
             if rstd_ptr is None:
                 rstd = _rstd(h, eps, D, KAHAN)
             else:
@@ -257,9 +255,14 @@ def _rmsnorm_reduce_backward(
                 gy_c = gy[c].to(tl.float32)
                 score_terms += gy_c * _round(h[c] * rstd, NORM_BF16)
                 mean_terms += h[c] * rstd * _round(score * gy_c, NORM_BF16)
-            grad_score, mean = tl.reduce((score_terms, mean_terms), 0, _add_two)
+            grad_score, mean = tl.split(tl.sum(tl.join(score_terms, mean_terms), axis=0))  # in one exchange of warps
             tl.store(grad_scores_ptr + slot, grad_score, mask=used)
             mean = tl.div_rn(mean, tl.full((), D, tl.float32))
+            # Once more, out of the cache: in registers all this would not last through the sums.
+            tl.debug_barrier()
+            row = _load(rows_ptr + slot * D, used, D, CHUNK)
+            gy = _load(gy_ptr, True, D, CHUNK)
+            h = _with_gain(row, weight_ptr, gain_center, D, CHUNK)
             grad_row = ()
             sums = ()
             for c in tl.static_range(len(h)):
@@ -267,8 +270,8 @@ def _rmsnorm_reduce_backward(
                 grad_h = (u - h[c] * rstd * mean) * rstd
                 if partials_ptr is not None:
                     sums += (grad_gain[c] + grad_h * row[c].to(tl.float32),)  # without an expert the row is zeros
-                if weights is not None:
-                    grad_h *= _gain(weights[c], gain_center)
+                if weight_ptr is not None:
+                    grad_h *= _gain(weight_ptr, c, gain_center, D, CHUNK)
                 grad_row += (grad_h,)
             if partials_ptr is not None:
                 grad_gain = sums
@@ -279,11 +282,11 @@ def _rmsnorm_reduce_backward(
             tl.store(partials_ptr + tl.program_id(0) * D + offs_d, grad_gain[c], mask=offs_d < D)
 
 
-def _constants(rows_TKD: torch.Tensor, norm) -> dict:
+def _constants(rows_TKD: torch.Tensor, norm, config: Config) -> dict:
     _, K, D = rows_TKD.shape
     assert D <= MAX_NORM_DIM and rows_TKD.is_contiguous(), (rows_TKD.shape, rows_TKD.stride())
     bf16 = norm.dtype is torch.bfloat16
-    return {"K": K, "D": D, "NORM_BF16": bf16, "KAHAN": norm.use_kahan}
+    return {"K": K, "D": D, "NORM_BF16": bf16, "KAHAN": norm.use_kahan} | config.constants
 
 
 def rmsnorm_reduce(out_TD, *, rows_TKD, ids_TK, scores_TK, norm, kept_rows_TKD, rstd_TK, stop_1, num_sms=None) -> None:
@@ -301,7 +304,7 @@ def rmsnorm_reduce(out_TD, *, rows_TKD, ids_TK, scores_TK, norm, kept_rows_TKD, 
     config = pick_config(out_TD.shape[1], False, norm.weight_D is not None)
     _rmsnorm_reduce[grid_of(out_TD.device, config, num_sms)](
         out_TD, rows_TKD, ids_TK, scores_TK, norm.weight_D, kept_rows_TKD, rstd_TK, stop_1, T, norm.eps,
-        norm.gain_center, **_constants(rows_TKD, norm), **config.constants, **config.options,
+        norm.gain_center, **_constants(rows_TKD, norm, config), **config.options,
     )  # fmt: skip
 
 
@@ -339,7 +342,7 @@ def rmsnorm_reduce_backward(
         partials_PD = torch.empty(*grid, D, dtype=torch.float32, device=grad_out_TD.device)
     _rmsnorm_reduce_backward[grid](
         grad_out_TD, rows_TKD, ids_TK, scores_TK, norm.weight_D, rstd_TK, grad_rows_TKD, grad_scores_TK, partials_PD,
-        stop_1, T, grad_out_TD.stride(0), norm.eps, norm.gain_center, **_constants(rows_TKD, norm), **config.constants, **config.options,
+        stop_1, T, grad_out_TD.stride(0), norm.eps, norm.gain_center, **_constants(rows_TKD, norm, config), **config.options,
     )  # fmt: skip
     if grad_weight_D is not None:
         grad_weight_D.copy_(partials_PD.sum(dim=0))
