@@ -8,8 +8,8 @@
 Grid: persistent, a row at a time, in registers by chunks of 16 bytes a thread. Forward reads each row once, the next
 ones on their way into shared memory while one is normalised: its loop over slots is pipelined. Forward stands where
 reduce does, after the wait on COMBINED, on what combine pushed route by route; backward writes the gradients of the
-rows into this rank's `outputs`, before the signal of PUBLISHED. Both touch this rank's memory only. Products are rounded
-before they are added (enable_fp_fusion=False), sums over k run in slot order.
+rows into this rank's `outputs`, before the signal of PUBLISHED. Both touch this rank's memory only. Products are
+rounded before they are added (enable_fp_fusion=False), sums over k run in slot order.
 """
 
 from dataclasses import dataclass
@@ -342,7 +342,8 @@ def rmsnorm_reduce_backward(
         partials_PD = torch.empty(*grid, D, dtype=torch.float32, device=grad_out_TD.device)
     _rmsnorm_reduce_backward[grid](
         grad_out_TD, rows_TKD, ids_TK, scores_TK, norm.weight_D, rstd_TK, grad_rows_TKD, grad_scores_TK, partials_PD,
-        stop_1, T, grad_out_TD.stride(0), norm.eps, norm.gain_center, **_constants(rows_TKD, norm, config), **config.options,
+        stop_1, T, grad_out_TD.stride(0), norm.eps, norm.gain_center,
+        **_constants(rows_TKD, norm, config), **config.options,
     )  # fmt: skip
     if grad_weight_D is not None:
         grad_weight_D.copy_(partials_PD.sum(dim=0))

@@ -1,5 +1,5 @@
-"""rmsnorm: 16 bytes a thread, in forward by asynchronous copies; exact division, products rounded before they are added,
-no spills at any width."""
+"""rmsnorm: 16 bytes a thread, in forward by asynchronous copies; exact division, products rounded before they are
+added, no spills at any width."""
 
 from tests.compile_check import Case
 
