@@ -249,13 +249,12 @@ def test_bits_are_the_same_with_swiglu_in_a_launch_of_its_own(backend, slot_fact
     case = Case("apart", K=4, E=8, T=20, slot_factor=slot_factor)
     fused = run(case.config(), case.inputs(), backend)
     monkeypatch.setattr(moe, "DECODE_ROWS", 0)
-    with create_context(
-        group=World.virtual(2, device_of(backend)), config=case.config(num_sms=1), backend=backend
-    ) as c:
+    config = case.config(num_sms=1)
+    with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
         seen = {}
-        for op, function in ops_taking("num_sms", c):
-            setattr(c.path.ops, op, recording(seen, op, function))
-        assert_results_equal(run(case.config(num_sms=1), case.inputs(), backend, c), fused)
+        for op, function in ops_taking("num_sms", context):
+            setattr(context.path.ops, op, recording(seen, op, function))
+        assert_results_equal(run(config, case.inputs(), backend, context), fused)
     assert "swiglu" in seen and "grouped_gemm_swiglu" not in seen
 
 
