@@ -66,6 +66,23 @@ def store_release(flag_ptr, value):
 
 
 @triton.jit
+def is_last(finished_ptr):
+    """Whether every other program of this launch, whose grid has one axis, has come here before this one.
+
+    finished_ptr counts them, 0 before the launch and after it: the last one, which is alone then, sets it back for a
+    later launch. What programs wrote before they came is visible to the last one, and to whoever acquires what that one
+    releases afterwards, at system scope too: each step of the chain (barrier of a program, count, barrier, release) has
+    a scope that holds both of its sides, and causality goes through all of them.
+    """
+    tl.debug_barrier()  # the counting thread is one of many: the others' stores must come first
+    last = tl.atomic_add(finished_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    tl.debug_barrier()  # and the others' loads after it
+    if last:
+        tl.store(finished_ptr, 0)
+    return last
+
+
+@triton.jit
 def clock_ns():
     """The GPU's global timer in nanoseconds, int64; the same for all programs of a device.
 

@@ -4,9 +4,10 @@
     wait     until own signals[stage, w] >= 2 * generation for every w, acquired at system scope
     verify   VERSION, CONFIG_HASH, CALL, KIND of every rank's header = rank 0's, and 0 <= T <= T_max
 
-Grids: signal and verify 1 program, wait one a rank; in a forward the first launch of route verifies. No launch both
-signals and waits, so a wait needs nothing of its own device that has not already run: ranks may share a device, and
-interpreted programs may run one after another.
+Grids: signal and verify 1 program, wait one a rank; in a forward the first launch of route verifies. A launch after
+which a rank has reached a stage ends with the signal: the last of its programs sends it (send_when_last). No launch
+both signals and waits, so a wait needs nothing of its own device that has not already run: ranks may share a device,
+and interpreted programs may run one after another.
 
 Order across ranks: what a rank's earlier launches wrote, to its own or a peer's regions, is complete when its signal
 starts; the release makes it visible to the peer whose wait acquires the flag, and to that peer's later launches. A flag
@@ -19,9 +20,10 @@ import triton
 import triton.language as tl
 
 from dist_moe import shapes
+from dist_moe.meeting import Signal
 from dist_moe.shapes import next_power_of_2
 
-from ._device import begin, clock_ns, delay, poll
+from ._device import begin, clock_ns, delay, is_last, poll
 from ._fault import set_fault
 from ._launch import launched
 
@@ -39,9 +41,8 @@ ABORTED = tl.constexpr(shapes.FAULT_ABORTED)
 TIMEOUT = tl.constexpr(shapes.FAULT_TIMEOUT)
 
 
-@launched
-@triton.jit(do_not_specialize=["rank", "W"])
-def _signal(
+@triton.jit
+def send(
     signals_table_ptr,  # [W] addresses of every rank's signals, int64 [3, W]
     sent_ptr,  # [3] int64
     header_ptr,  # [16] int64, this rank's
@@ -51,31 +52,39 @@ def _signal(
     STAGE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program; lane w releases the flag of peer w.
+    """Of one program; lane w releases the flag of peer w.
 
     Example (W = 2, rank 1, stage COMBINED = 1, sent = [5, 4, 0]): sent becomes [5, 5, 0] and word 1 * 2 + 1 = 3 of
     both ranks' signals 2 * 5 = 10. With fault word 3 | 0 << 8 (an overflow): header word ABORT = 3, flags 11.
     Once more: nothing, for of an epoch's aborted flags the first stays; flags 13 would tell a slow peer that waits for
     generation 5 that it was done.
     """
-    begin()
     delay(rank)
     offs_w = tl.arange(0, BLOCK_W)
     base_W = tl.load(signals_table_ptr + offs_w, mask=offs_w < W, other=0)
     code = tl.load(fault_ptr) & CODE_MASK if STAGE != RESET else tl.zeros((), tl.int64)
     generation = tl.load(sent_ptr + STAGE) + 1
-    if code != 0:
-        own_ptr = tl.load(signals_table_ptr + rank).to(tl.pointer_type(tl.int64)) + STAGE * W + rank
-        last = tl.load(own_ptr)  # only this rank writes it
-        if ((last & 1) != 0) & ((last >> (1 + EPOCH_SHIFT)) == (generation >> EPOCH_SHIFT)):
-            return
+    own_ptr = tl.load(signals_table_ptr + rank).to(tl.pointer_type(tl.int64)) + STAGE * W + rank
+    last = tl.load(own_ptr)  # only this rank writes it
+    has_aborted = ((last & 1) != 0) & ((last >> (1 + EPOCH_SHIFT)) == (generation >> EPOCH_SHIFT))
+    sends = (code == 0) | ~has_aborted
+    if sends & (code != 0):
         tl.store(header_ptr + ABORT, code)
     tl.debug_barrier()  # every lane has read `sent` before it changes, and the header is written before any release
-    tl.store(sent_ptr + STAGE, generation)
-    flag_ptr_W = base_W.to(tl.pointer_type(tl.int64)) + (STAGE * W + rank)
-    flag = generation * 2 + (code != 0).to(tl.int64)
-    delay(generation)
-    tl.atomic_xchg(flag_ptr_W, tl.zeros([BLOCK_W], tl.int64) + flag, mask=offs_w < W, sem="release", scope="sys")
+    if sends:
+        tl.store(sent_ptr + STAGE, generation)
+        flag_ptr_W = base_W.to(tl.pointer_type(tl.int64)) + (STAGE * W + rank)
+        flag = generation * 2 + (code != 0).to(tl.int64)
+        delay(generation)
+        tl.atomic_xchg(flag_ptr_W, tl.zeros([BLOCK_W], tl.int64) + flag, mask=offs_w < W, sem="release", scope="sys")
+
+
+@launched
+@triton.jit(do_not_specialize=["rank", "W"])
+def _signal(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, rank, W, STAGE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """One program."""
+    begin()
+    send(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, rank, W, STAGE, BLOCK_W)
 
 
 def signal(*, stage, rank, signals, sent_S, header, fault_F):
@@ -92,6 +101,37 @@ def signal(*, stage, rank, signals, sent_S, header, fault_F):
         BLOCK_W=next_power_of_2(W),
         num_warps=1,
     )
+
+
+@triton.jit
+def send_when_last(
+    signals_table_ptr,
+    sent_ptr,
+    header_ptr,
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """The end of every program of a launch after which this rank has reached the stage: the last of them signals.
+
+    Its release covers what all programs of the launch stored, with plain stores and in peers' memory too, though other
+    SMs stored it: is_last says why. It covers earlier launches as the signal of a launch of its own does.
+    Example: of 3 programs that come as 2, 0, 1 the third sends; finished is 1, 2 and then 0 again.
+    """
+    if is_last(finished_ptr):
+        send(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, rank, W, STAGE, BLOCK_W)
+
+
+def ending(then: Signal | None) -> tuple[tuple, dict]:
+    """What a launch that ends with send_when_last passes for it: arguments, all None or 0 without, and constexprs."""
+    if then is None:
+        return (None, None, None, None, None, 0, 0), {"STAGE": 0, "BLOCK_W": 1}
+    W = len(then.signals.peers)
+    words = (then.signals.table_W, then.sent_S, then.header.own, then.fault_F, then.finished_1)
+    return (*words, then.rank, W), {"STAGE": then.stage, "BLOCK_W": next_power_of_2(W)}
 
 
 @launched

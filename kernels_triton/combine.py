@@ -1,8 +1,8 @@
 """combine, reduce and collect_score_grads: the way back of the rows.
 
 combine pushes into the owners' `outputs`, after the last GEMM and before the signal of COMBINED, a release at system
-scope; an owner reads after its wait on COMBINED. The next push comes after the wait on PUBLISHED of a later call, which
-the owner signals after it has read.
+scope that its own last program may do; an owner reads after its wait on COMBINED. The next push comes after the wait on
+PUBLISHED of a later call, which the owner signals after it has read.
     per route       outputs[t, k] = row                                  (the owner applies the scores)
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
 Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
@@ -33,12 +33,13 @@ from ._rows import (
     row_grid,
     spread,
 )
+from .barrier import ending, send_when_last
 
 UNROLL = tl.constexpr(3)  # rows of a pair, or of a token, that are loaded together
 
 
 @launched
-@triton.jit(do_not_specialize=["sources"])
+@triton.jit(do_not_specialize=["sources", "rank", "W"])
 def _combine_routes(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, K, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -51,11 +52,20 @@ def _combine_routes(
     num_slots,  # T_max * K, slots of one rank
     first_column,
     sources,  # stretches of rows that are of one source rank each
+    signals_table_ptr,  # None, as the pointers below, unless the signal comes with it
+    sent_ptr,
+    header_ptr,
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # columns that move
     PITCH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """Every row to its slot: program p takes the items p, p + programs, ..., shares of blocks of ROWS rows.
 
@@ -63,9 +73,8 @@ def _combine_routes(
     outputs [[1, 3], [4, untouched], [5, 2]].
     """
     begin()
-    if tl.load(stop_ptr) != 0:
-        return
-    num_rows = tl.load(num_rows_ptr)
+    runs = tl.load(stop_ptr) == 0
+    num_rows = tl.where(runs, tl.load(num_rows_ptr), 0)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
@@ -92,10 +101,12 @@ def _combine_routes(
             mask = in_use[:, None] & (d + offs_d < WIDTH)[None, :]
             value = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask)
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
+    if signals_table_ptr is not None:
+        send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "W"])
 def _combine_pairs(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -113,12 +124,21 @@ def _combine_pairs(
     num_slots,  # T_max * K, slots of one rank
     num_outputs,  # T_max * J, output rows of one rank
     first_column,
+    signals_table_ptr,  # None, as the pointers below, unless the signal comes with it
+    sent_ptr,
+    header_ptr,
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # columns that move
     PITCH: tl.constexpr,
     PAIRS: tl.constexpr,
-    W: tl.constexpr,
+    SOURCES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """One row a pair: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
@@ -126,14 +146,13 @@ def _combine_pairs(
     outputs [[7], [12], [30]]: token 0 has rows 0 and 2, 1 * 1 + 2 * 3; token 2 rows 4 and 1, 4 * 5 + 5 * 2.
     """
     begin()
-    if tl.load(stop_ptr) != 0:
-        return
-    num_pairs = tl.load(num_pairs_ptr)
+    runs = tl.load(stop_ptr) == 0
+    num_pairs = tl.where(runs, tl.load(num_pairs_ptr), 0)
     num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, W)
+    parts = num_parts(num_blocks, SOURCES)
     num_turns = parts * tl.cdiv(num_blocks, parts)
     shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
     for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
@@ -177,6 +196,8 @@ def _combine_pairs(
                         term = scores[j][:, None] * term
                     acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+    if signals_table_ptr is not None:
+        send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
 @launched
@@ -306,15 +327,17 @@ def combine(
     stop_1,
     columns=None,
     num_sms=None,
+    then=None,
 ):
     """Push this rank's rows to their owners, per route or summed a (token, rank).
 
     Args:    rows_XD: bf16 [X, D] over the activation buffer, rows from start_1 on.  row_scores_R: fp32 [R] or None;
              de-duplicated alone, multiplies each row.  row_score_grads_R, score_grads: both in backward, both None in
              forward.  columns: (first, width) of the outputs, from the first columns of rows_XD, which may then be
-             narrower than D; multiples of 32. None: all.
-    Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED; writes peers' `outputs` and
-             `score_grads`.
+             narrower than D; multiples of 32. None: all.  then: the signal COMBINED, sent by the last program; it goes
+             out under a fault too.
+    Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED, or with it at the end; writes
+             peers' `outputs` and `score_grads`.
     Source:  reference.combine.
     """
     (T_max, J, D), W = outputs.own.shape, len(outputs.peers)
@@ -324,19 +347,20 @@ def combine(
     grid = row_grid(rows_XD.device, tile, num_sms)
     widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
     grads = (None if score_grads is None else score_grads.table_W, row_score_grads_R)
+    signal, stage = ending(then)
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
         num_slots = 1 if score_grads is None else score_grads.own.numel()
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, plan.num_routes_1, rows_XD, start_1,
-            stop_1, num_slots, T_max * J, first,
-            PAIRS=tile.rows, W=W, **widths, **tile.options, enable_fp_fusion=False,
+            stop_1, num_slots, T_max * J, first, *signal,
+            PAIRS=tile.rows, SOURCES=W, **widths, **stage, **tile.options, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, plan.row_start_P[-1:], rows_XD, start_1, stop_1, T_max * J,
-            first, W * plan.num_local_experts,
-            ROWS=tile.rows, **widths, **tile.options,
+            first, W * plan.num_local_experts, *signal,
+            ROWS=tile.rows, **widths, **stage, **tile.options,
         )  # fmt: skip
 
 

@@ -266,6 +266,7 @@ def _local_rank(
         stop_1=fault_F[:1],
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
         sent_S=words(shapes.NUM_STAGES),
+        finished_1=words(1),
         call_1=words(1),
         zero_1=words(1),
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import moe_scaled, shapes
 from .formats import ROW_ALIGNMENT, Format
+from .meeting import Signal
 from .norm import Norm
 from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
@@ -88,6 +89,7 @@ class LocalRank:
     stop_1: Tensor  # the word of the fault under which ops leave
     host_fault_F: Tensor  # pinned on a GPU
     sent_S: Tensor
+    finished_1: Tensor  # programs of a launch that ends with a signal count themselves here
     call_1: Tensor
     zero_1: Tensor
 
@@ -190,12 +192,24 @@ def row_floats(path: Path, r: LocalRank) -> Tensor:
 
 def exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
     """Every rank tells its peers that it is here, then waits for them. Two launches: none both signals and waits."""
+    if path.exchanges:
+        for r in ranks:
+            signal(path, r, stage)
+    meet(path, ranks, stage)
+
+
+def meet(path: Path, ranks: list[LocalRank], stage: int) -> None:
+    """Every rank waits for its peers; all ranks have signalled by now."""
+    if path.exchanges:
+        for r in ranks:
+            wait(path, r, stage)
+
+
+def _signal_of(path: Path, r: LocalRank, stage: int) -> Signal | None:
+    """What an op needs that ends with the signal."""
     if not path.exchanges:
-        return
-    for r in ranks:
-        signal(path, r, stage)
-    for r in ranks:
-        wait(path, r, stage)
+        return None
+    return Signal(stage, r.rank, r.signals, r.sent_S, r.header, r.fault_F, r.finished_1)
 
 
 def signal(path: Path, r: LocalRank, stage: int) -> None:
@@ -208,7 +222,7 @@ def wait(path: Path, r: LocalRank, stage: int) -> None:
     )
 
 
-def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tensor, **how) -> None:
+def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tensor, *, signals=True, **how) -> None:
     path.ops.publish(
         x_TD,
         c.ids_TK,
@@ -221,6 +235,7 @@ def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tens
         ids=r.ids,
         scores=r.scores,
         stop_1=r.stop_1,
+        then=_signal_of(path, r, shapes.PUBLISHED) if signals else None,
         **how,
     )
 
@@ -280,7 +295,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     for r, c in both:
         kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, format=wire_format)
-    exchange(path, ranks, shapes.PUBLISHED)
+    meet(path, ranks, shapes.PUBLISHED)
     for r, c in both:
         c.plan = ops.route(
             ids=r.ids,
@@ -317,7 +332,7 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     scores = [row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
         experts(path, r, c, row_scores_R)
-    exchange(path, ranks, shapes.COMBINED)
+    meet(path, ranks, shapes.COMBINED)
     for r, c in both:
         if c.norm is not None:
             _normalise(path, r, c)
@@ -364,7 +379,10 @@ def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
     c.clip_stats_3.copy_(counts_3)
 
 
-def combine_outputs(path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, **how) -> None:
+def combine_outputs(
+    path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, *, is_last=True, **how
+) -> None:
+    """is_last: of the windows of columns; with it this rank has reached COMBINED."""
     dedup = path.dedup and not c.by_route
     path.ops.combine(
         c.plan,
@@ -377,13 +395,14 @@ def combine_outputs(path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row
         score_grads=None,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        then=_signal_of(path, r, shapes.COMBINED) if is_last else None,
         **how,
     )
 
 
 def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_score_grads_R: Tensor) -> None:
     """A row of a backward by route goes to the place that its gradient came from, which this rank alone reads: peers
-    may be at their pulls still."""
+    may be at their pulls still. With it this rank has reached COMBINED."""
     dedup = path.dedup and not c.by_route
     path.ops.combine(
         c.plan,
@@ -396,6 +415,7 @@ def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_
         score_grads=None if c.by_route else r.score_grads,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        then=_signal_of(path, r, shapes.COMBINED),
     )
 
 
@@ -480,14 +500,16 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         check = {"check_TD": restored_TD, "check_skip_1": skip_x}
         if c.by_route:
             kind = shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE
-            _publish(path, r, c, restored_TD, half=None, **check, kind=kind)
+            _publish(path, r, c, restored_TD, half=None, **check, kind=kind, signals=False)
             if c.norm is None:
                 r.outputs.own[:T] = c.grad_out_TD
             else:
                 _normalise_backward(path, r, c)
+            if path.exchanges:
+                signal(path, r, shapes.PUBLISHED)
         else:
             _publish(path, r, c, c.grad_out_TD, half=1, **check, kind=shapes.KIND_BACKWARD)
-    exchange(path, ranks, shapes.PUBLISHED)
+    meet(path, ranks, shapes.PUBLISHED)
 
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
@@ -540,8 +562,6 @@ def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
         ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=c.adds_w2, **run)
     ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
     combine_grads(path, r, c, *dy, row_score_grads_R)
-    if path.exchanges:
-        signal(path, r, shapes.COMBINED)
     # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
     if c.grad_w13_L2FD is not None:
         ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=c.adds_w13, **run)

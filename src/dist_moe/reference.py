@@ -82,8 +82,11 @@ def publish(
     scores,
     stop_1,
     format=None,
+    then=None,
 ):
     """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+
+    With `then`, the Signal PUBLISHED, the signal comes at the end, also of one that leaves.
 
     Rows go into this half of `tokens`, with a format as pack_rows quantises them; with a half of None nowhere.
 
@@ -91,21 +94,22 @@ def publish(
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
     restored one); nothing is checked where the device word `check_skip_1` is not 0.
     """
-    if stopped(stop_1):
-        return
     T = x_TD.shape[0]
-    call_1 += 1
-    if format is not None:
-        pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
-    elif half is not None:
-        tokens.own[half, :T] = x_TD
-    own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
-    if not stopped(check_skip_1):
-        broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
-        own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
-    ids.own[:T], scores.own[:T] = own_ids, own_scores
-    words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
-    header.own[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    if not stopped(stop_1):
+        call_1 += 1
+        if format is not None:
+            pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
+        elif half is not None:
+            tokens.own[half, :T] = x_TD
+        own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
+        if not stopped(check_skip_1):
+            broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
+            own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
+        ids.own[:T], scores.own[:T] = own_ids, own_scores
+        words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
+        header.own[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    if then is not None:
+        signal(**then.arguments)
 
 
 def signal(*, stage, rank, signals, sent_S, header, fault_F):
@@ -346,14 +350,21 @@ def combine(
     stop_1,
     columns=None,
     num_sms=None,
+    then=None,
 ):
     """Push the rows back to their owners: each route into outputs[t, k], or, de-duplicated, one sum a (token, rank).
 
     The sum of a pair runs in slot order in FP32, each row times its score when `row_scores_R` is given. Backward also
     pushes the score gradients. With columns (first, width) the first columns of the rows go into those of the outputs.
+    With `then`, the Signal COMBINED, the signal comes at the end, also of one that leaves.
     """
-    if stopped(stop_1):
-        return
+    if not stopped(stop_1):
+        _push(plan, rows_XD, start_1, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, columns)
+    if then is not None:
+        signal(**then.arguments)
+
+
+def _push(plan, rows_XD, start_1, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, columns) -> None:
     T_max, J, D = outputs.own.shape
     first, width = (0, D) if columns is None else columns
     rows = rows_of(rows_XD, start_1, plan.row_start_P)[:, :width]

@@ -4,6 +4,8 @@ from tests.compile_check import Case
 
 from dist_moe.kernels_triton._rows import pick_row_tile
 
+from .barrier import ENDING, ENDS, NO_ENDING, SENDS, SIZES
+
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NO_FUSION = {"enable_fp_fusion": False}
 FUSED = ("fma.rn.f32",)
@@ -17,18 +19,20 @@ def nothing(*names: str) -> dict:
 
 
 def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) -> Case:
-    """With a width, a window of the columns, from rows of its width."""
+    """With a width, a window of the columns, from rows of its width, and no signal."""
     name = f"D {D} {'backward' if backward else 'forward'}" + (f" width {width}" if width else "")
-    width = width or D
+    signals, width = width is None, width or D
     tile = pick_row_tile(width)
     count = "num_routes_ptr" if pairs else "num_rows_ptr"
     integers = {"num_slots": "i32", "first_column": "i32"}
-    types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **(GRADS if backward else {})}
+    types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **SIZES, **(GRADS if backward else {})}
+    types |= ENDING | {"header_ptr": "*i64"} if signals else {}
     constexprs = {"D": D, "WIDTH": width, "PITCH": width, "BLOCK_D": tile.block_d}
     constexprs |= {} if backward else nothing(*GRADS)
+    constexprs |= ENDS if signals else NO_ENDING | nothing("header_ptr")
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, "W": 2, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {"PAIRS": tile.rows, "SOURCES": 2, **(nothing("row_scores_ptr") if backward else {})}
     else:
         types["sources"] = "i32"
         constexprs |= {"ROWS": tile.rows}
@@ -40,7 +44,7 @@ def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) 
         num_warps=tile.num_warps,
         options=tile.options | (NO_FUSION if pairs else {}),
         unaligned=(count, "start_ptr", "stop_ptr"),  # words inside larger tensors
-        expect=WIDE,
+        expect=WIDE + SENDS * signals,
         forbid=FUSED,
     )
 
