@@ -23,7 +23,7 @@ from dist_moe import shapes
 from dist_moe.meeting import Signal
 from dist_moe.shapes import next_power_of_2
 
-from ._device import begin, clock_ns, delay, is_last, poll
+from ._device import begin, clock_ns, clocks_ns, delay, is_last, poll, poll_lanes
 from ._fault import set_fault
 from ._launch import launched
 
@@ -180,6 +180,65 @@ def wait(*, stage, rank, timeout_ns, signals, sent_S, fault_F):
     _wait[(W,)](signals.own, sent_S, fault_F, timeout_ns, W, STAGE=stage, num_warps=1)
 
 
+# What a round of polls saw, in one number: lanes that miss their peer, and times these, aborted ones and what steers.
+AN_ABORT, A_FAULT, LATE = tl.constexpr(1 << 10), tl.constexpr(1 << 20), tl.constexpr(1 << 21)
+
+
+@triton.jit
+def wait_for_all(
+    signals_ptr,  # [3, W] int64, this rank's
+    sent_ptr,  # [3] int64
+    fault_ptr,  # [8] int64
+    timeout_ns,
+    W,
+    STAGE: tl.constexpr,
+    LANES: tl.constexpr,  # threads of a program, at least W
+):
+    """Wait as _wait does, in every program of a small launch, lane w for rank w; whether all came and no fault is set.
+
+    What a program loads afterwards is as its peers stored it before they signalled: the lanes acquire, and the
+    reduction of a round and the barrier at the end stand between them and the other threads. A program of several warps
+    must not part in the loop, so nothing that a thread sees for itself decides: flags, fault and clock, the last two
+    those of lane 0, are added up over the lanes, and the sum is one for all. The launch begins with
+    begin(next_may_launch=False) and has at most 32 programs.
+    Run one after another, programs end within one deadline: the first to miss a peer sets the fault, the others leave.
+
+    Example (W = 2, target 10): flags [10, 8] are 1 lane missing; [10, 11] an abort of this generation, which
+    needs no other flag.
+    """
+    lane = tl.arange(0, LANES)
+    is_peer = lane < W
+    delay(tl.program_id(0))
+    target = tl.load(sent_ptr + STAGE) * 2
+    flag_ptrs = signals_ptr + STAGE * W + tl.where(is_peer, lane, 0)  # the other lanes look on, and count for nothing
+    start_ns = clocks_ns(lane)
+    flag = tl.where(is_peer, poll_lanes(flag_ptrs), target)
+    seen = _seen(flag, target, fault_ptr, lane, lane < 0)
+    while (seen % AN_ABORT != 0) & (seen < AN_ABORT):
+        # Flags are polled after the clock is read, so one that came in time is seen.
+        is_late = clocks_ns(lane) - start_ns > timeout_ns
+        flag = tl.where(is_peer, poll_lanes(flag_ptrs), target)
+        seen = _seen(flag, target, fault_ptr, lane, is_late)
+    tl.debug_barrier()
+    has_fault = (seen // A_FAULT) % 2 != 0
+    aborted = tl.min(tl.where(flag == target + 1, lane, LANES))
+    missing = tl.min(tl.where(flag < target, lane, LANES))
+    if ~has_fault & (aborted < LANES):
+        set_fault(fault_ptr, ABORTED, aborted, STAGE, 0, 0)
+    elif ~has_fault & (missing < LANES):
+        set_fault(fault_ptr, TIMEOUT, missing, STAGE, target // 2, 0)
+    return ~has_fault & (aborted == LANES) & (missing == LANES)
+
+
+@triton.jit
+def _seen(flag, target, fault_ptr, lane, is_late):
+    """One number for all threads: lanes that are missing, lanes aborted, whether a fault is set, whether it is late."""
+    fault = tl.load(fault_ptr + lane * 0, volatile=True)  # steers only and orders nothing
+    by_lane = (flag < target).to(tl.int32) + (flag == target + 1).to(tl.int32) * AN_ABORT
+    steers = (fault != 0).to(tl.int32) * A_FAULT + is_late.to(tl.int32) * LATE
+    return tl.sum(by_lane + tl.where(lane == 0, steers, 0))
+
+
 @triton.jit
 def verify_headers(
     header_table_ptr,  # [W] addresses of every rank's header, int64 [16]
@@ -189,6 +248,7 @@ def verify_headers(
     BLOCK_W: tl.constexpr,
 ):
     """Of one program; lane w reads the header of rank w. The lowest rank that differs is named, by its first such word.
+    Returns whether one does.
 
     Example (W = 3, T_max = 64): headers (version, hash, call, kind, T) of (1, 7, 2, 1, 64), (1, 7, 2, 1, 0),
     (1, 7, 3, 3, 5): rank 2 differs in word 2, fault words MISMATCH | 2 << 8, 2, 2, 3.
@@ -218,6 +278,7 @@ def verify_headers(
             expected = tl.full((), num_tokens_max, tl.int64)
         found = tl.load(tl.load(header_table_ptr + wrong_rank).to(tl.pointer_type(tl.int64)) + wrong_word)
         set_fault(fault_ptr, MISMATCH, wrong_rank, wrong_word, expected, found)
+    return key < BLOCK_W * 16
 
 
 @launched

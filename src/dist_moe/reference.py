@@ -248,6 +248,52 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
     return plan
 
 
+def wait_route_plan(
+    *,
+    after,
+    ids,
+    header,
+    rank,
+    num_experts,
+    capacity_rows,
+    row_alignment,
+    fault_F,
+    finished_1,
+    slot,
+    depth,
+    save,
+    geometry,
+    call_1,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    stats_S,
+    place,
+) -> RoutePlan:
+    """The wait `after`, unless that is None, route and plan_forward, one after another."""
+    if after is not None:
+        wait(**after.arguments)
+    routing = {"num_experts": num_experts, "capacity_rows": capacity_rows, "row_alignment": row_alignment}
+    plan = route(ids=ids, header=header, rank=rank, **routing, fault_F=fault_F)
+    plan_forward(
+        plan.rank_rows_W,
+        plan.num_rows_L,
+        rank=rank,
+        slot=slot,
+        depth=depth,
+        save=save,
+        geometry=geometry,
+        call_1=call_1,
+        slot_used_NW=slot_used_NW,
+        slot_layers_N=slot_layers_N,
+        slot_calls_NM=slot_calls_NM,
+        stats_S=stats_S,
+        place=place,
+        fault_F=fault_F,
+    )
+    return plan
+
+
 def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1, num_sms=None):
     """Copy num_rows * width BF16 elements between two places given by device offsets (elements)."""
     if stopped(stop_1):

@@ -146,6 +146,7 @@ _TRITON_FILES = {
     "verify": "barrier",
     "route": "route",
     "plan_forward": "plan_slots",
+    "wait_route_plan": "wait_route_plan",
     "plan_backward": "plan_slots",
     "copy_x": "copy_x",
     "dispatch": "dispatch",

@@ -99,6 +99,25 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# Launches that wait for a peer themselves. All their programs hold a place while they wait, so there are few of them.
+MOST_WAITING_PROGRAMS = 32
+SMALL_SLOTS = 4096  # of all ranks, padded: what a program of wait_route_plan keeps in registers
+SMALL_COUNTS = 4096  # ranks times experts, padded: its table of rows
+SMALL_EXPERTS = 16 * (MOST_WAITING_PROGRAMS - 1)  # of one rank, at most 16 a program
+
+
+def is_small_routing(W: int, num_tokens_max: int, K: int, num_experts: int) -> bool:
+    """Whether one launch waits, routes and plans. Of what all ranks share, so that they answer alike.
+
+    Example: 2 ranks of 128 tokens, 8 of 256 experts: 256 * 8 slots, yes; 256 tokens fill 4096, 257 are too many.
+    """
+    slots = next_power_of_2(W * num_tokens_max) * next_power_of_2(K)
+    counts = next_power_of_2(W) * next_power_of_2(num_experts)
+    if W > MOST_WAITING_PROGRAMS or num_experts // W > SMALL_EXPERTS:
+        return False
+    return slots <= SMALL_SLOTS and counts <= SMALL_COUNTS
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What the device-side slot planner must know of a Context: sizes in bytes, of one rank's activation buffer."""
