@@ -62,7 +62,7 @@ def poll(flag_ptr):
 
 @triton.jit
 def poll_lanes(flag_ptrs):
-    """The same of a tensor of addresses, which Triton would add to. Behind it stands a barrier, before what it orders."""
+    """The same of a tensor of addresses, which Triton would add to. A barrier stands between it and what it orders."""
     addresses = flag_ptrs.to(tl.int64)
     return tl.inline_asm_elementwise(_POLL, "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1)
 

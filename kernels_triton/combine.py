@@ -8,7 +8,7 @@ PUBLISHED of a later call, which the owner signals after it has read.
 Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
 -1) are not read.
 reduce and collect_score_grads run after that wait and touch this rank's memory only; a reduce that ends a call also
-tells the host of a fault.
+tells the host of a fault. wait_reduce is both, the wait and the reduce that ends a call.
     reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
 
 All sums are FP32 in a fixed order, a product rounded before it is added: the kernels are compiled without contraction
@@ -18,12 +18,13 @@ to fused multiply-add (enable_fp_fusion=False), so that GPU, interpreter and ora
 import triton
 import triton.language as tl
 
-from dist_moe.shapes import cdiv, next_power_of_2
+from dist_moe.shapes import MOST_WAITING_PROGRAMS, cdiv, next_power_of_2
 
-from ._device import begin, delay
+from ._device import begin, delay, is_last
 from ._fault import tell_host
 from ._launch import launched
 from ._rows import (
+    RowTile,
     column_shares,
     column_window,
     num_parts,
@@ -33,7 +34,7 @@ from ._rows import (
     row_grid,
     spread,
 )
-from .barrier import ending, send_when_last
+from .barrier import ending, send_when_last, wait_for_all
 
 UNROLL = tl.constexpr(3)  # rows of a pair, or of a token, that are loaded together
 
@@ -200,17 +201,15 @@ def _combine_pairs(
         send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
-@launched
-@triton.jit(do_not_specialize=["T"])
-def _reduce(
+@triton.jit
+def sum_tokens(
     out_ptr,  # [T, D] bf16
     outputs_ptr,  # [T_max, J, D] bf16
     ids_ptr,  # [T_max, K] int16
     scores_ptr,  # [T_max, K] fp32, or None
-    stop_ptr,  # int64; if this ends a call the first word of its fault record
-    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory, if this ends a call, or None
     T,
     out_stride_t,
+    runs,  # otherwise out is NaN
     W: tl.constexpr,  # ranks in the de-duplicated scheme; 0: per route
     L: tl.constexpr,
     K: tl.constexpr,
@@ -226,13 +225,6 @@ def _reduce(
     [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
     outputs [[7, 1], [12, stale], [30, 2]]: tokens 0 and 2 visit two ranks, token 1 one: out [8, 12, 32].
     """
-    begin()
-    runs = tl.load(stop_ptr) == 0
-    if host_fault_ptr is None:
-        if not runs:
-            return
-    elif (not runs) & (tl.program_id(0) == 0):
-        tell_host(stop_ptr, host_fault_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     offs_k = tl.arange(0, K2)[None, :]
     num_blocks = tl.cdiv(T, TOKENS)
@@ -272,6 +264,87 @@ def _reduce(
                     acc += term  # unused terms are +0.0: acc is never -0.0, so no bit changes
             out_ptrs = out_ptr + (t * out_stride_t)[:, None] + (d + offs_d)[None, :]
             tl.store(out_ptrs, acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+
+
+@launched
+@triton.jit(do_not_specialize=["T"])
+def _reduce(
+    out_ptr,
+    outputs_ptr,
+    ids_ptr,
+    scores_ptr,
+    stop_ptr,  # int64; if this ends a call the first word of its fault record
+    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory, if this ends a call, or None
+    T,
+    out_stride_t,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A persistent grid; program 0 also tells the host of a fault."""
+    begin()
+    runs = tl.load(stop_ptr) == 0
+    if host_fault_ptr is None:
+        if not runs:
+            return
+    elif (not runs) & (tl.program_id(0) == 0):
+        tell_host(stop_ptr, host_fault_ptr)
+    sum_tokens(
+        out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+    )  # fmt: skip
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "timeout_ns", "num_ranks"])
+def _wait_reduce(
+    out_ptr,
+    outputs_ptr,
+    ids_ptr,
+    scores_ptr,
+    fault_ptr,  # int64 [FAULT_WORDS]
+    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory
+    signals_ptr,  # [3, num_ranks] int64, this rank's
+    sent_ptr,  # [3] int64
+    finished_ptr,
+    T,
+    out_stride_t,
+    timeout_ns,
+    num_ranks,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """At most 32 programs, each of which waits for all ranks.
+
+    At the deadline one program may miss a peer which another one has met. So the last to finish looks at the fault
+    again: it tells the host, and NaN goes over what others summed.
+    """
+    begin(next_may_launch=False)
+    runs = wait_for_all(signals_ptr, sent_ptr, fault_ptr, timeout_ns, num_ranks, STAGE, LANES)
+    if runs:
+        sum_tokens(
+            out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+        )  # fmt: skip
+    if is_last(finished_ptr):
+        if tl.load(fault_ptr) != 0:
+            nan = tl.full([BLOCK_D], float("nan"), tl.float32).to(tl.bfloat16)
+            for t in range(T):
+                for d in range(0, D, BLOCK_D):
+                    offs_d = d + tl.arange(0, BLOCK_D)
+                    tl.store(out_ptr + tl.cast(t, tl.int64) * out_stride_t + offs_d, nan, mask=offs_d < D)
+            tell_host(fault_ptr, host_fault_ptr)
 
 
 @launched
@@ -375,18 +448,42 @@ def reduce(
     Order:   after the wait on COMBINED; local memory only, but for the host's record.
     Source:  reference.reduce.
     """
-    T, D = out_TD.shape
-    if T == 0 and host_fault_F is None:
+    if out_TD.shape[0] == 0 and host_fault_F is None:
         return
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
+    stop = stop_1 if host_fault_F is None else fault_F
+    grid = row_grid(out_TD.device, tile, num_sms)
+    _reduce[grid](*tensors, stop, host_fault_F, *sizes, **options, **tile.options, enable_fp_fusion=False)
+
+
+def wait_reduce(
+    out_TD, *, after, outputs, ids, scores, dedup, num_experts, fault_F, host_fault_F, finished_1, num_sms=None
+):
+    """Wait for the peers, then reduce and end the call, in one launch of few programs: of a small sum alone.
+
+    Args:    after: the Wait COMBINED.  finished_1: int64, 0.  The others: of reduce.
+    Order:   after this rank's signal COMBINED.
+    Source:  reference.wait_reduce.
+    """
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
+    (num_items,) = row_grid(out_TD.device, tile, num_sms)
+    waiting = {"STAGE": after.stage, "LANES": 32 * tile.num_warps}
+    _wait_reduce[(min(num_items, MOST_WAITING_PROGRAMS),)](
+        *tensors, fault_F, host_fault_F, after.signals.own, after.sent_S, finished_1, *sizes, after.timeout_ns,
+        len(outputs.peers), **options, **waiting, num_warps=tile.num_warps, maxnreg=255, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts) -> tuple[tuple, tuple, dict, RowTile]:
+    """What sum_tokens takes: tensors, numbers and constexprs, and its tile."""
+    T, D = out_TD.shape
     assert D % 32 == 0 and out_TD.stride(1) == 1
     W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
     tile = pick_row_tile(D)
-    _reduce[row_grid(out_TD.device, tile, num_sms)](
-        out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own,
-        stop_1 if host_fault_F is None else fault_F, host_fault_F, T, out_TD.stride(0),
-        W=W if dedup else 0, L=num_experts // W, K=K, K2=next_power_of_2(K), J=J, D=D,
-        TOKENS=tile.rows, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
-    )  # fmt: skip
+    options = {"W": W if dedup else 0, "L": num_experts // W, "K": K, "K2": next_power_of_2(K), "J": J, "D": D}
+    options |= {"TOKENS": tile.rows, "BLOCK_D": tile.block_d}
+    tensors = (out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own)
+    return tensors, (T, out_TD.stride(0)), options, tile
 
 
 def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):

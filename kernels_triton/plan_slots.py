@@ -318,8 +318,8 @@ def plan_one_forward(
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Of one program of any number of warps: what it reads and then changes is read by all before a barrier. A slot of -1
-    is that of a forward which a checkpoint will run again: only its scratch is counted.
+    """Of one program of any number of warps: what it reads and then changes is read by all before a barrier. A slot of
+    -1 is that of a forward which a checkpoint will run again: only its scratch is counted.
 
     Example (D = F = 32, slot of 3072 bytes, x 256, x and h1 of balanced rows 896, depth 2, W = 2): rows (4, 3) make
     1024 and 768 bytes of rows in an empty slot: 1024 + 896 <= 3072, KEEPS_ROWS, used = (1024, 768). Rank 0: XR = 0 and
@@ -557,7 +557,9 @@ def plan_forward(
 
     Args:  save: whether a backward will follow; without it the slots are not touched.
     """
-    sizes, options = forward_arguments(geometry, rank, slot, depth, save, len(rank_rows_W), len(num_rows_L), slot_calls_NM)
+    sizes, options = forward_arguments(
+        geometry, rank, slot, depth, save, len(rank_rows_W), len(num_rows_L), slot_calls_NM
+    )
     words = (call_1, slot_used_NW, slot_layers_N, slot_calls_NM, stats_S, place)
     _plan_forward[(1,)](rank_rows_W, num_rows_L, *words, fault_F, *sizes, **options, num_warps=1)
 

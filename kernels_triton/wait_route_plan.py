@@ -6,8 +6,8 @@ Each is short then, and five launches cost more than what they do. Same tables, 
 
 Grid: one program for 4 * WORDS local experts, one more for what belongs to no expert; at most 32, for all of them wait
 for the peers. Every program pulls the ids of all ranks, at most 4096 slots, keeps them in registers, and finds the
-verdict and the first row of its experts for itself: none needs another one's results. The last to finish plans; it reads
-what the others stored (is_last), and a fault that any of them set.
+verdict and the first row of its experts for itself: none needs another one's results. The last to finish plans; it
+reads what the others stored (is_last), and a fault that any of them set.
 A token names an expert at most once, so the rows of an expert are its slots in the order (source rank, token, k), which
 is that of the tile. Four experts are counted at once: an int64 has a field of 16 bits for each, which no count and no
 row of four experts leaves, and one prefix sum over the slots is one for all of them.
@@ -49,7 +49,8 @@ class Config:
 
 
 def pick_config(W: int, T_max: int, K: int, L: int) -> Config:
-    """Few experts a program: those of one follow one another, and programs do not. shapes.is_small_routing bounds all."""
+    """As few experts a program as there may be programs: those of one program follow one another. All is bounded by
+    shapes.is_small_routing."""
     words = cdiv(L, EXPERTS_OF_WORD.value * (shapes.MOST_WAITING_PROGRAMS - 1))
     tokens, block_k = next_power_of_2(W * T_max), next_power_of_2(K)
     return Config(words, tokens, block_k, num_warps=4 if tokens * block_k <= 1024 else 8)
@@ -75,11 +76,21 @@ def aligned_fields(word, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def place_four(
-    local, q, slot, word_start, e0, L, row_start_ptr, num_rows_ptr, row_to_slot_ptr, pair_rows_ptr, ALIGNMENT: tl.constexpr
+    local,
+    q,
+    slot,
+    word_start,
+    e0,
+    L,
+    row_start_ptr,
+    num_rows_ptr,
+    row_to_slot_ptr,
+    pair_rows_ptr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Write the tables of local experts e0 .. e0 + 3, whose rows begin at word_start; the start of those behind them.
 
-    Example: slots with local experts 1, 0, 1, none, 1 give the word 2 fields 1 and 3, firsts 0 and 1; rows 1, 0, 2, -, 3.
+    Example: slots with local experts 1, 0, 1, none, 1 give fields 1 and 3, firsts 0 and 1, and rows 1, 0, 2, -, 3.
     """
     here = (local >= e0) & (local < tl.minimum(e0 + EXPERTS_OF_WORD, L))
     shift = tl.where(here, local - e0, 0) * 16

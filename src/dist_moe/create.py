@@ -25,6 +25,7 @@ from .planner import (
     plan_memory,
     routed_rows,
     slot_geometry,
+    small,
     stage_columns,
     symmetric_regions,
 )
@@ -129,6 +130,7 @@ def create_context(
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
         rows_per_expert=_rows_per_expert(config, world.size, plan),
+        small=small(config, world.size),
         fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
     context = Context(

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from . import moe_scaled, shapes
 from .formats import ROW_ALIGNMENT, Format
-from .meeting import Signal
+from .meeting import Signal, Wait
 from .norm import Norm
 from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
-from .shapes import Activation, Geometry
+from .shapes import Activation, Geometry, Small
 from .symm import Region
 
 _ONE_BY_ONE = {words: [1] * words for words in (shapes.PLACE_WORDS, shapes.SCALED_PLACE_WORDS)}
@@ -53,6 +53,7 @@ class Path:
     num_sms: int | None
     preset: str | None
     rows_per_expert: int  # on average, when the scratch is full: tells a decode context from a training one
+    small: Small  # which waits of a forward share a launch with what follows them
     fast_math: bool  # block-scaled SwiGLU with an approximate sigmoid
 
     @property
@@ -212,6 +213,11 @@ def _signal_of(path: Path, r: LocalRank, stage: int) -> Signal | None:
     return Signal(stage, r.rank, r.signals, r.sent_S, r.header, r.fault_F, r.finished_1)
 
 
+def _wait_of(path: Path, r: LocalRank, stage: int) -> Wait | None:
+    """What an op needs that begins with the wait."""
+    return Wait(stage, r.rank, path.timeout_ns, r.signals, r.sent_S, r.fault_F) if path.exchanges else None
+
+
 def signal(path: Path, r: LocalRank, stage: int) -> None:
     path.ops.signal(stage=stage, rank=r.rank, signals=r.signals, sent_S=r.sent_S, header=r.header, fault_F=r.fault_F)
 
@@ -295,35 +301,10 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     for r, c in both:
         kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, format=wire_format)
-    meet(path, ranks, shapes.PUBLISHED)
+    if not path.small.routing:
+        meet(path, ranks, shapes.PUBLISHED)
     for r, c in both:
-        c.plan = ops.route(
-            ids=r.ids,
-            header=r.header,
-            rank=r.rank,
-            num_experts=path.num_experts,
-            capacity_rows=path.capacity_rows,
-            row_alignment=1 if path.format is None else ROW_ALIGNMENT,
-            fault_F=r.fault_F,
-        )
-        c.place = _new_place(path, r)
-        c.words = _words(c.place)
-        ops.plan_forward(
-            c.plan.rank_rows_W,
-            c.plan.num_rows_L,
-            rank=r.rank,
-            slot=c.slot,
-            depth=c.depth,
-            save=c.save,
-            geometry=path.geometry,
-            call_1=r.call_1,
-            slot_used_NW=r.slot_used_NW,
-            slot_layers_N=r.slot_layers_N,
-            slot_calls_NM=r.slot_calls_NM,
-            stats_S=r.stats_S,
-            place=c.place,
-            fault_F=r.fault_F,
-        )
+        _route_and_plan(path, r, c)
         if c.save:
             x_places = (r.tokens.own, r.zero_1, r.elements, c.words[shapes.PLACE_X])
             skip_x = c.words[shapes.PLACE_SKIP_X]
@@ -332,18 +313,51 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     scores = [row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
         experts(path, r, c, row_scores_R)
-    meet(path, ranks, shapes.COMBINED)
     for r, c in both:
+        waits_itself = path.small.sum and not c.by_route
+        if path.exchanges and not waits_itself:
+            wait(path, r, shapes.COMBINED)
         if c.norm is not None:
             _normalise(path, r, c)
         elif c.returns_routes:
             _take_routes(r, c.out_TD)
         else:
-            faults = {"fault_F": r.fault_F, "host_fault_F": r.host_fault_F}  # it ends the call as finish does
-            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup, **faults)
+            _reduce_and_finish(path, r, c.out_TD, _wait_of(path, r, shapes.COMBINED) if waits_itself else None)
         others = [c.out_TD if c.by_route else None, c.clip_stats_3]
         if outs := [out for out in others if out is not None]:
             ops.finish(r.fault_F, r.host_fault_F, outs)
+
+
+def _route_and_plan(path: Path, r: LocalRank, c: ForwardCall) -> None:
+    """Make the row maps, decide what the forward keeps and where its rows lie; a small routing waits before it."""
+    c.place = _new_place(path, r)
+    c.words = _words(c.place)
+    routing = {
+        "ids": r.ids,
+        "header": r.header,
+        "num_experts": path.num_experts,
+        "capacity_rows": path.capacity_rows,
+        "row_alignment": 1 if path.format is None else ROW_ALIGNMENT,
+    }
+    planning = {
+        "slot": c.slot,
+        "depth": c.depth,
+        "save": c.save,
+        "geometry": path.geometry,
+        "call_1": r.call_1,
+        "slot_used_NW": r.slot_used_NW,
+        "slot_layers_N": r.slot_layers_N,
+        "slot_calls_NM": r.slot_calls_NM,
+        "stats_S": r.stats_S,
+        "place": c.place,
+    }
+    faults = {"rank": r.rank, "fault_F": r.fault_F}
+    if path.small.routing:
+        after = _wait_of(path, r, shapes.PUBLISHED)
+        c.plan = path.ops.wait_route_plan(after=after, finished_1=r.finished_1, **routing, **planning, **faults)
+    else:
+        c.plan = path.ops.route(**routing, **faults)
+        path.ops.plan_forward(c.plan.rank_rows_W, c.plan.num_rows_L, **planning, **faults)
 
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -456,19 +470,37 @@ def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
     out_TKD.copy_(r.outputs.own[:T]).masked_fill_((r.ids.own[:T] < 0)[..., None], 0.0)
 
 
-def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool, **faults: Tensor) -> None:
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, dedup: bool) -> None:
+    """Of a backward: the scores are in the rows."""
     path.ops.reduce(
         out_TD,
         outputs=r.pair_outputs if dedup else r.outputs,
         ids=r.ids,
-        scores=r.scores if scaled else None,
+        scores=None,
         dedup=dedup,
         num_experts=path.num_experts,
         rank=r.rank,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
-        **faults,
     )
+
+
+def _reduce_and_finish(path: Path, r: LocalRank, out_TD: Tensor, after: Wait | None) -> None:
+    """The end of a forward that returns one sum: on a fault it does what finish does. A small sum waits before it."""
+    how = {
+        "outputs": r.pair_outputs if path.dedup else r.outputs,
+        "ids": r.ids,
+        "scores": None if path.dedup else r.scores,
+        "dedup": path.dedup,
+        "num_experts": path.num_experts,
+        "fault_F": r.fault_F,
+        "host_fault_F": r.host_fault_F,
+        "num_sms": path.num_sms,
+    }
+    if after is None:
+        path.ops.reduce(out_TD, rank=r.rank, stop_1=r.stop_1, **how)
+    else:
+        path.ops.wait_reduce(out_TD, after=after, finished_1=r.finished_1, **how)
 
 
 def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> None:
@@ -520,7 +552,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
     for r, c in both:
         if path.exchanges:
             wait(path, r, shapes.COMBINED)
-        _reduce(path, r, c.grad_x_TD, scaled=False, dedup=path.dedup and not c.by_route)
+        _reduce(path, r, c.grad_x_TD, dedup=path.dedup and not c.by_route)
         if c.grad_scores_TK is not None:
             ops.collect_score_grads(
                 c.grad_scores_TK,

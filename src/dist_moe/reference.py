@@ -471,6 +471,16 @@ def reduce(
     out_TD.copy_(acc.to(out_TD.dtype))
 
 
+def wait_reduce(
+    out_TD, *, after, outputs, ids, scores, dedup, num_experts, fault_F, host_fault_F, finished_1, num_sms=None
+):
+    """The wait `after`, then the reduce that ends a call."""
+    wait(**after.arguments)
+    how = {"dedup": dedup, "num_experts": num_experts, "rank": after.rank, "stop_1": fault_F[:1]}
+    faults = {"fault_F": fault_F, "host_fault_F": host_fault_F}
+    reduce(out_TD, outputs=outputs, ids=ids, scores=scores, **how, **faults)
+
+
 def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):
     """Score gradient of every slot: that of its expert's first slot in the token; 0 without expert."""
     if stopped(stop_1):

@@ -99,6 +99,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@dataclass(frozen=True)
+class Small:
+    """What of a forward is so small, as of few tokens, that the wait before it is in the same launch; the words are
+    those of is_small_routing and is_small_sum."""
+
+    routing: bool
+    sum: bool
+
+
 # Launches that wait for a peer themselves. All their programs hold a place while they wait, so there are few of them.
 MOST_WAITING_PROGRAMS = 32
 SMALL_SLOTS = 4096  # of all ranks, padded: what a program of wait_route_plan keeps in registers
@@ -116,6 +125,17 @@ def is_small_routing(W: int, num_tokens_max: int, K: int, num_experts: int) -> b
     if W > MOST_WAITING_PROGRAMS or num_experts // W > SMALL_EXPERTS:
         return False
     return slots <= SMALL_SLOTS and counts <= SMALL_COUNTS
+
+
+SMALL_SUM_BYTES = 2**20  # of `outputs` that few programs read about as fast as many launch; provisional, not measured
+
+
+def is_small_sum(W: int, num_tokens_max: int, outputs_per_token: int, hidden_dim: int) -> bool:
+    """Whether one launch waits for what the experts' ranks pushed and adds it up; all ranks answer alike.
+
+    Example: 128 tokens of 2 BF16 rows of 2048 fill it, of 7168 they do not.
+    """
+    return W <= MOST_WAITING_PROGRAMS and 2 * num_tokens_max * outputs_per_token * hidden_dim <= SMALL_SUM_BYTES
 
 
 @dataclass(frozen=True)

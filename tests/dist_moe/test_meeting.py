@@ -1,4 +1,4 @@
-"""Ops that end with a signal: what they do without it, then the signal, bit for bit as two ops do."""
+"""Ops that end with a signal or begin with a wait: bit for bit what they do without it, and the op signal or wait."""
 
 from types import SimpleNamespace
 
@@ -11,9 +11,9 @@ from tests.strategies import routings
 
 from dist_moe import reference, shapes
 from dist_moe.kernels_triton import barrier
-from dist_moe.kernels_triton.combine import combine
+from dist_moe.kernels_triton.combine import combine, wait_reduce
 from dist_moe.kernels_triton.publish import pick_config, publish
-from dist_moe.meeting import Signal
+from dist_moe.meeting import Signal, Wait
 from dist_moe.shapes import COMBINED, PUBLISHED
 from dist_moe.symm import World
 
@@ -44,6 +44,10 @@ class Signals:
 
     def signal_of(self, r, stage) -> Signal:
         return Signal(stage=stage, rank=r, **vars(self.ranks[r]))
+
+    def wait_of(self, r, stage, timeout_s=100) -> Wait:
+        rank = self.ranks[r]
+        return Wait(stage, r, int(timeout_s * 1e9), rank.signals, rank.sent_S, rank.fault_F)
 
     def words(self) -> list[list[int]]:
         """All that a signal may write, and the counter of programs."""
@@ -143,3 +147,80 @@ def test_combine_with_the_signal_equals_its_oracle(device, dedup, routing, backw
             )
         found.append((ranks.pushed(dedup).tolist(), signals.words()))
     assert found[0] == found[1]
+
+
+def _summed(op, ranks: Ranks, r: int, dedup: bool, flags=None, fault=0) -> list:
+    """Out, the two fault records and the counter after a wait_reduce of rank r, whose peers' flags are these."""
+    signals = Signals(ranks.device, ranks.W, sent=(4, 4, 0))
+    own = signals.ranks[r]
+    own.signals.own[COMBINED] = 8 if flags is None else torch.tensor(flags)
+    own.fault_F[0] = fault
+    host_fault_F = torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=ranks.device.type == "cuda")
+    wide_TD = torch.full((ranks.T[r], ranks.D + 32), 7.0, dtype=torch.bfloat16, device=ranks.device)
+    rank = ranks.ranks[r]
+    op(
+        wide_TD[:, : ranks.D],
+        after=signals.wait_of(r, COMBINED, timeout_s=0.02),
+        outputs=ranks.outputs(r, dedup),
+        ids=rank.ids,
+        scores=None if dedup else rank.scores,
+        dedup=dedup,
+        num_experts=ranks.E,
+        fault_F=own.fault_F,
+        host_fault_F=host_fault_F,
+        finished_1=own.finished_1,
+    )
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host_fault_F, own.fault_F.cpu())
+    return [wide_TD.view(torch.int16).tolist(), own.fault_F.tolist(), own.finished_1.tolist(), own.sent_S.tolist()]
+
+
+def _push_all(ranks: Ranks, dedup: bool) -> None:
+    ranks.poison_pushed()
+    for r in range(ranks.W):
+        rows_XD, floats = ranks.buffer(), ranks.row_floats()
+        rows_XD.copy_(torch.randn(rows_XD.shape, generator=torch.Generator().manual_seed(r)))
+        floats.fill_(0.5)
+        ranks.combine(reference.combine, r, rows_XD, dedup=dedup, row_scores_R=floats if dedup else None)
+
+
+@both_schemes
+@settings(max_examples=15)
+@given(routing=routings(max_tokens=4))
+def test_wait_reduce_equals_its_oracle(device, dedup, routing):
+    ranks = ranks_of(device, routing)
+    _push_all(ranks, dedup)
+    for r in range(ranks.W):
+        found = [_summed(op, ranks, r, dedup) for op in (wait_reduce, reference.wait_reduce)]
+        assert found[0] == found[1] and not any(found[0][1])
+
+
+@both_schemes
+@pytest.mark.parametrize("T, D", [(0, 32), (1, 2080), (70, 64), (33, 1056)])
+def test_wait_reduce_of_any_tokens(device, dedup, T, D):
+    ranks = random_ranks(device, "zipf(1.0)", W=3, T=T, K=3, L=2, D=D, T_max=T + 1)
+    _push_all(ranks, dedup)
+    found = [_summed(op, ranks, 1, dedup, [10, 8, 11]) for op in (wait_reduce, reference.wait_reduce)]
+    assert found[0] == found[1] and not any(found[0][1])
+
+
+@both_schemes
+@pytest.mark.parametrize(
+    ("flags", "fault", "word"),
+    [
+        ([8, 6, 8], 0, shapes.FAULT_TIMEOUT | 1 << shapes.FAULT_RANK_SHIFT),
+        ([8, 8, 9], 0, shapes.FAULT_ABORTED | 2 << shapes.FAULT_RANK_SHIFT),
+        ([6, 6, 9], 0, shapes.FAULT_ABORTED | 2 << shapes.FAULT_RANK_SHIFT),
+        ([0, 0, 0], OVERFLOW, OVERFLOW),  # nobody waits
+        ([8, 8, 8], OVERFLOW, OVERFLOW),
+    ],
+)
+def test_wait_reduce_ends_a_call_of_a_fault(device, dedup, flags, fault, word):
+    """NaN in all of out and the record on the host; columns beside out stay."""
+    ranks = random_ranks(device, "uniform", W=3, T=9, K=2, L=2, D=64)
+    _push_all(ranks, dedup)
+    found = [_summed(op, ranks, 1, dedup, flags, fault) for op in (wait_reduce, reference.wait_reduce)]
+    assert found[0] == found[1] and found[0][1][0] == word
+    out = torch.tensor(found[0][0], dtype=torch.int16).view(torch.bfloat16)
+    assert out[:, :64].isnan().all() and (out[:, 64:] == 7).all()

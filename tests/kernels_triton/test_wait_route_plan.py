@@ -1,4 +1,4 @@
-"""wait_route_plan against its oracle, the three ops one after another, and its row maps against the rules of test_route."""
+"""wait_route_plan against its oracle, three ops one after another, and its row maps against the rules of test_route."""
 
 import time
 from types import SimpleNamespace
@@ -127,7 +127,9 @@ def test_example_of_fields(device):
         ((4096, 0, 0, 1), (0, 4096, 4096, 4096), (4096, 0, 0, 4)),
         ((0, 1, 4095, 0), (0, 0, 1, 4096), (0, 4, 4096, 0)),
     ):
-        word, before_1, aligned_1 = (torch.tensor([n], dtype=torch.int64, device=device) for n in (packed(*fields), 0, 0))
+        word, before_1, aligned_1 = (
+            torch.tensor([n], dtype=torch.int64, device=device) for n in (packed(*fields), 0, 0)
+        )
         fields_4 = torch.zeros(4, dtype=torch.int32, device=device)
         _fields[(1,)](word, before_1, aligned_1, fields_4)
         assert fields_4.tolist() == list(fields)

@@ -13,7 +13,9 @@ SIZES = {"rank": "i32", "W": "i32"}
 ENDING = {"signals_table_ptr": "*i64", "sent_ptr": "*i64", "fault_ptr": "*i64", "finished_ptr": "*i64"}
 ENDS = {"STAGE": shapes.COMBINED, "BLOCK_W": 8}
 NO_ENDING = dict.fromkeys(ENDING) | {"STAGE": 0, "BLOCK_W": 1}
-SENDS = ("atom.global.gpu.acq_rel.add.u64", "bar.sync", RELEASE)
+COUNTS = "atom.global.gpu.acq_rel.add.u64"
+SENDS = (COUNTS, "bar.sync", RELEASE)
+POLLS = "ld.acquire.sys.global.b64"  # of the lanes of a launch that waits itself
 
 CASES = (
     # bar.sync: the abort code in the header comes before any lane's release.

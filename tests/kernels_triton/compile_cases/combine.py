@@ -1,10 +1,13 @@
 """combine and reduce: 16 bytes a thread into peers, products and sums rounded one by one (no fused multiply-add)."""
 
+from dataclasses import replace
+
 from tests.compile_check import Case
 
+from dist_moe import shapes
 from dist_moe.kernels_triton._rows import pick_row_tile
 
-from .barrier import ENDING, ENDS, NO_ENDING, SENDS, SIZES
+from .barrier import COUNTS, ENDING, ENDS, NO_ENDING, POLLS, SENDS, SIZES
 
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NO_FUSION = {"enable_fp_fusion": False}
@@ -84,6 +87,22 @@ def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
     )
 
 
+def wait_reduce_case(dedup: bool, D: int) -> Case:
+    case = reduce_case(dedup, not dedup, D, ends=True)
+    types = {name: kind for name, kind in case.types.items() if name != "stop_ptr"}
+    types |= dict.fromkeys(("fault_ptr", "signals_ptr", "sent_ptr", "finished_ptr"), "*i64")
+    return replace(
+        case,
+        kernel="combine:_wait_reduce",
+        types=types | {"timeout_ns": "i64", "num_ranks": "i32"},
+        constexprs={**case.constexprs, "STAGE": shapes.COMBINED, "LANES": 32 * case.num_warps},
+        options=NO_FUSION | {"maxnreg": 255},
+        unaligned=(),
+        expect=(*case.expect, POLLS, "%globaltimer", COUNTS),
+        forbid=(*case.forbid, "atom.global.sys.acquire"),
+    )
+
+
 def collect_case(ids: str, out: str) -> Case:
     integers = ("T", "num_experts", "out_stride_t", "out_stride_k", "ids_stride_t", "ids_stride_k")
     return Case(
@@ -107,6 +126,7 @@ CASES = (
     *(reduce_case(*case, ends) for case in ((False, True, 7168), (True, False, 7168)) for ends in (False, True)),
     reduce_case(False, False, 7168),
     reduce_case(False, True, 2880),
+    *(wait_reduce_case(dedup, D) for dedup in (False, True) for D in (2048, 7168)),
     collect_case("*i64", "*fp32"),
     collect_case("*i32", "*bf16"),
 )

@@ -6,9 +6,9 @@ from dist_moe import shapes
 from dist_moe.kernels_triton.wait_route_plan import pick_config
 from dist_moe.shapes import next_power_of_2
 
+from .barrier import COUNTS, POLLS
 from .plan_slots import BF16, EXPANDED_NVFP4, FORWARD, MXFP8
 
-POLLS = "ld.acquire.sys.global.b64"
 TABLES = ("row_start", "num_rows", "num_routes", "num_pairs", "row_to_slot", "pair_rows", "pair_start", "pair_output")
 TYPES = {
     **FORWARD,
@@ -50,7 +50,7 @@ def case(name: str, W: int, T_max: int, K: int, E: int, *, alignment=1, save=Fal
         },
         name=name,
         num_warps=config.num_warps,
-        expect=("atom.global.gpu.acq_rel.add.u64", "bar.sync", ".cas.b64", *((POLLS, "%globaltimer") if waits else ()))
+        expect=(COUNTS, "bar.sync", ".cas.b64", *((POLLS, "%globaltimer") if waits else ()))
         + ("ld.global.v4.b32",) * (K == 8),
         forbid=("atom.global.sys",),
     )
