@@ -7,6 +7,8 @@ of them. What crosses ranks, and why it is safe:
     backward  publish -> PUBLISHED -> verify -> experts (pull dy, dgrads and wgrads, push dx and dscore)
                       -> COMBINED -> reduce
 
+The last program of publish and combine sends the signal, and in contexts of few tokens the launch behind a wait of a
+forward does the waiting (Path.small).
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
