@@ -27,7 +27,7 @@ from .ours import BOTH, DIRECTIONS, FORWARD, INFERENCE, Ours
 from .record import Rows, parse, parser
 from .roofs import Roofs, Work, measure_roofs, total
 from .shapes import SCHEMES, Shape, Traffic, always_choose, draw_inputs, memory_bytes
-from .stages import measure_stages, stage_works
+from .stages import WHOLE, measure_stages, stage_works
 from .timing import Method, capture, measure
 
 
@@ -35,9 +35,9 @@ def works(traffic: Traffic, direction: str) -> tuple[Work, Work]:
     """All ranks' work in a direction: of the path, and of its products alone."""
     names = ("forward", "backward") if direction == BOTH else ("forward",)
     products = gemms.FORWARD + gemms.BACKWARD
-    stages = {stage: work for stage, work in stage_works(traffic).items() if stage[0] in names and stage[1] != "whole"}
+    stages = {stage: work for stage, work in stage_works(traffic).items() if stage[0] in names}
     bare = [work for (_, name), work in stages.items() if name in products]
-    return total(stages.values()), total(bare)
+    return total(stages[name, WHOLE] for name in names), total(bare)
 
 
 def _free(job: Job) -> None:

@@ -146,4 +146,7 @@ def stage_works(traffic: Traffic) -> dict[Stage, Work]:
             for name, work in stages.items():
                 works[direction, name].append(work)
             works[direction, WHOLE].append(total(stages.values()))
-    return {stage: total(parts) for stage, parts in works.items()}
+    found = {stage: total(parts) for stage, parts in works.items()}
+    h2_bytes = found["forward", "swiglu"].hbm_bytes // 3  # it reads h1, twice as wide
+    found["forward", "grouped_gemm_swiglu"] = found["forward", "w13"] + Work(hbm_bytes=h2_bytes)  # in place of both
+    return found

@@ -26,6 +26,9 @@ _CLOCKS_NS = tl.constexpr("{ .reg .b32 lane; mov.b32 lane, $1; mov.u64 $0, %glob
 _POLL = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
 _SLEEP_NS = tl.constexpr("nanosleep.u32 $1; mov.u32 $0, $1;")
 _RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
+_THROUGH_BF16 = tl.constexpr(
+    "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
+)
 _LET_NEXT_LAUNCH = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 _AWAIT_PREVIOUS = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
@@ -114,6 +117,12 @@ def reciprocal(v):
 
 
 @triton.jit
+def through_bf16(v):
+    """FP32 v rounded to BF16, two values an instruction: the cast there and back converts them one by one."""
+    return tl.inline_asm_elementwise(_THROUGH_BF16, "=r,=r,r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
 def delay(salt):
     """Sleep a random time up to DELAY_NS, which the GPU may double; salt is any integer that tells items apart.
 
@@ -148,7 +157,7 @@ if is_interpreting():
 
     import numpy as np
 
-    from dist_moe._interpreter import register_asm
+    from dist_moe._interpreter import decode, encode, register_asm
     from dist_moe.symm import fence
 
     def _sleep(ns):
@@ -172,5 +181,6 @@ if is_interpreting():
 
     register_asm(_SLEEP_NS.value, _sleep)
     register_asm(_RECIPROCAL.value, _divide_one)
+    register_asm(_THROUGH_BF16.value, lambda v: decode(encode(v, tl.bfloat16), tl.bfloat16))
     register_asm(_LET_NEXT_LAUNCH.value, lambda: np.zeros(1, np.int32))
     register_asm(_AWAIT_PREVIOUS.value, lambda: np.zeros(1, np.int32))

@@ -131,6 +131,7 @@ CONFIGS = {
         16: Config(16, num_stages=10),
         32: Config(32, num_stages=8),
         64: Config(64, num_stages=6),
+        80: Config(64, num_stages=5, tail=16),
         96: Config(64, num_stages=5, tail=32),
         128: Config(128, num_stages=4),
     },

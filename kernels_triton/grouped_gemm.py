@@ -232,14 +232,14 @@ def _wgrad_kernel(
             _store_tile(out_expert_ptr, acc, tile_m * BLOCK_M, tile_n * BLOCK_N, N, K, K, ACCUMULATE)
 
 
-def _check_rows(op: str, name: str, view_XC: Tensor, width: int) -> None:
+def check_rows(op: str, name: str, view_XC: Tensor, width: int) -> None:
     if view_XC.dtype != torch.bfloat16 or view_XC.shape[1:] != (width,) or not view_XC.is_contiguous():
         found = f"{view_XC.dtype} {list(view_XC.shape)}, strides {view_XC.stride()}"
         raise ValueError(f"{op}: {name} must be contiguous bf16 [X, {width}], got {found}")
     assert len(view_XC) <= MAX_ROW, f"{op}: {name} has more rows than a TMA coordinate can name"
 
 
-def _check_weight(op: str, name: str, w_LNK: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_weight(op: str, name: str, w_LNK: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
     fits = w_LNK.ndim == 3 and w_LNK.shape[1] % 32 == 0 and w_LNK.shape[2] % 32 == 0
     if w_LNK.dtype not in dtypes or not fits or not w_LNK.is_contiguous():
         wanted = f"contiguous {' or '.join(map(str, dtypes))} [L, N, K] with N and K multiples of 32"
@@ -249,18 +249,18 @@ def _check_weight(op: str, name: str, w_LNK: Tensor, dtypes: tuple[torch.dtype, 
 
 def check_wgrad(dy_XN: Tensor, x_XK: Tensor, out_LNK: Tensor) -> None:
     """What every implementation of grouped_gemm_wgrad asks of its tensors."""
-    _check_weight("grouped_gemm_wgrad", "out_LNK", out_LNK, (torch.bfloat16, torch.float32))
-    _check_rows("grouped_gemm_wgrad", "dy_XN", dy_XN, out_LNK.shape[1])
-    _check_rows("grouped_gemm_wgrad", "x_XK", x_XK, out_LNK.shape[2])
+    check_weight("grouped_gemm_wgrad", "out_LNK", out_LNK, (torch.bfloat16, torch.float32))
+    check_rows("grouped_gemm_wgrad", "dy_XN", dy_XN, out_LNK.shape[1])
+    check_rows("grouped_gemm_wgrad", "x_XK", x_XK, out_LNK.shape[2])
 
 
 def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, stop_1, num_sms, config) -> None:
     L, N, K = w_LNK.shape
     dgrad = op == "grouped_gemm_dgrad"
     contraction, width = (N, K) if dgrad else (K, N)
-    _check_weight(op, "w_LNK", w_LNK, (torch.bfloat16,))
-    _check_rows(op, "dy_XN" if dgrad else "a_XK", a, contraction)
-    _check_rows(op, "out_XK" if dgrad else "out_XN", out, width)
+    check_weight(op, "w_LNK", w_LNK)
+    check_rows(op, "dy_XN" if dgrad else "a_XK", a, contraction)
+    check_rows(op, "out_XK" if dgrad else "out_XN", out, width)
     w_block = [1, config.block_k, config.block_n] if dgrad else [1, config.block_n, config.block_k]
     _rows_times_weight_kernel[(num_programs(a.device, num_sms),)](
         TensorDescriptor(a, list(a.shape), [contraction, 1], [config.block_m, config.block_k]),

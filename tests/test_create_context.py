@@ -134,3 +134,11 @@ def test_a_context_that_one_rank_cannot_make_is_made_on_none(W, how, kind, words
 def test_experts_that_ranks_cannot_share_evenly_are_refused_on_all(W):
     for error in create(W, "experts"):
         assert_error(error, ValueError, f"num_experts must be divisible.*{2 * W + 1} experts on {W} ranks")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 4.0])
+def test_tiles_are_chosen_by_balanced_rows(factor):
+    """Room for skew says nothing of the rows that an expert gets: here a twelfth of those of four ranks."""
+    config = dist_moe.Config(48, 64, 64, 2, 12, 1, device_scratch_capacity_factor=factor)
+    with create_context(group=dist_moe.World.virtual(4), config=config) as context:
+        assert context.path.rows_per_expert == 4 * 48 * 2 // 12

@@ -129,7 +129,7 @@ def create_context(
         exchanges=not world.emulated,
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
-        rows_per_expert=_rows_per_expert(config, world.size, plan),
+        rows_per_expert=_rows_per_expert(config, world.size),
         small=small(config, world.size),
         fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
@@ -148,10 +148,9 @@ def create_context(
     return context
 
 
-def _rows_per_expert(config: Config, ep_size: int, plan: MemoryPlan) -> int:
-    """On average, when the scratch is full; without padding, which products do not multiply."""
-    rows = routed_rows(config, ep_size, plan.total_scratch_capacity_factor)
-    return shapes.cdiv(rows, config.num_experts // ep_size)
+def _rows_per_expert(config: Config, ep_size: int) -> int:
+    """On average, of full calls with balanced ranks: what the scratch holds beyond that is for routing that is not."""
+    return shapes.cdiv(routed_rows(config, ep_size, 1.0), config.num_experts // ep_size)
 
 
 def _check_timeout(peer_timeout_s) -> float:

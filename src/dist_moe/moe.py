@@ -54,7 +54,7 @@ class Path:
     exchanges: bool  # False: peers are emulated by this rank's own memory and nobody waits
     num_sms: int | None
     preset: str | None
-    rows_per_expert: int  # on average, when the scratch is full: tells a decode context from a training one
+    rows_per_expert: int  # on average, of full calls: tells a decode context from a training one
     small: Small  # which waits of a forward share a launch with what follows them
     fast_math: bool  # block-scaled SwiGLU with an approximate sigmoid
 
@@ -370,17 +370,20 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     h2 = (r.rows[F], c.words[shapes.PLACE_H2])
     h3 = (r.rows[D], c.words[shapes.PLACE_H3])
     _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
-    _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
-    count_clips(path, r, c)
-    ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
+    if c.clip_stats_3 is None:
+        x = (r.rows[D], c.words[shapes.PLACE_XR])
+        how = {"keep_h1": c.save, "activation": path.activation, "stop_1": r.stop_1}
+        ops.grouped_gemm_swiglu(*x, c.w13_L2FD, *h1, *h2, c.plan.row_start_P, **how, **path.tiles)
+    else:
+        _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
+        count_clips(path, r, c)
+        ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
     ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
     combine_outputs(path, r, c, *h3, row_scores_R)
 
 
 def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
     """Of the h1 that W13 has just made; integers until the one rounding to FP32. No backward comes here."""
-    if c.clip_stats_3 is None:
-        return
     counts_3 = torch.zeros(3, dtype=torch.int64, device=r.buffer.device)
     path.ops.count_clips(
         r.rows[2 * path.intermediate_dim],

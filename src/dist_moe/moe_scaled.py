@@ -118,7 +118,8 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
             num_sms=path.num_sms,
         )
     _w13(path, r, c, x_rows, r.stop_1)
-    moe.count_clips(path, r, c)
+    if c.clip_stats_3 is not None:
+        moe.count_clips(path, r, c)
     ops.swiglu_quantize(
         *h1,
         h2_rows,

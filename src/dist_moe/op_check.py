@@ -22,6 +22,7 @@ from .testing import TOLERANCES, assert_close
 # What an op rounds: its argument and the bar. All other memory must have equal bits.
 ROUNDED = {
     "grouped_gemm": {"out_XN": "gemm"},
+    "grouped_gemm_swiglu": {"h1_X2F": "gemm", "h2_XF": "gemm"},
     "grouped_gemm_dgrad": {"out_XK": "gemm"},
     "grouped_gemm_wgrad": {"out_LNK": "gemm"},
     "grouped_gemm_scaled": {"out_XN": "gemm"},

@@ -345,6 +345,31 @@ def grouped_gemm(
         out[rows] = (a[rows].float() @ w_LNK[e].float().T).to(out.dtype)
 
 
+def grouped_gemm_swiglu(
+    x_XD,
+    x_start_1,
+    w13_L2FD,
+    h1_X2F,
+    h1_start_1,
+    h2_XF,
+    h2_start_1,
+    row_start_P,
+    *,
+    keep_h1,
+    activation,
+    stop_1,
+    preset=None,
+    num_sms=None,
+    rows_per_expert=None,
+):
+    """grouped_gemm of x and W13, then swiglu; h1 is written where it is kept."""
+    if stopped(stop_1):
+        return
+    h1 = (h1_X2F, h1_start_1) if keep_h1 else (torch.empty_like(h1_X2F), h1_start_1)
+    grouped_gemm(x_XD, x_start_1, w13_L2FD, *h1, row_start_P, stop_1=stop_1)
+    swiglu(*h1, h2_XF, h2_start_1, row_start_P, activation=activation, stop_1=stop_1)
+
+
 def grouped_gemm_dgrad(
     dy_XN,
     dy_start_1,

@@ -151,6 +151,7 @@ _TRITON_FILES = {
     "copy_x": "copy_x",
     "dispatch": "dispatch",
     "grouped_gemm": "grouped_gemm",
+    "grouped_gemm_swiglu": "grouped_gemm_swiglu",
     "grouped_gemm_dgrad": "grouped_gemm",
     "grouped_gemm_wgrad": "grouped_gemm",
     "count_clips": "clip_stats",
@@ -179,7 +180,8 @@ _FORMAT_FILES = {
     "swiglu_quantize": "swiglu_quantize",
     "swiglu_backward_quantize": "swiglu_quantize",
 }
-_BF16_ONLY = {"grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad", "swiglu", "swiglu_backward"}
+_BF16_ONLY = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad", "grouped_gemm_wgrad"}
+_BF16_ONLY |= {"swiglu", "swiglu_backward"}
 _INFERENCE_ONLY = {"dispatch_packed"}
 _TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
 _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}

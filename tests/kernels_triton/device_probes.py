@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dist_moe.kernels_triton._device import clock_ns, poll, reciprocal, store_release
+from dist_moe.kernels_triton._device import clock_ns, poll, reciprocal, store_release, through_bf16
 
 
 @triton.jit
@@ -39,3 +39,9 @@ def _read_clock(out_ptr, N: tl.constexpr):
 def _reciprocals(x_ptr, out_ptr, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(out_ptr + i, reciprocal(tl.load(x_ptr + i)))
+
+
+@triton.jit
+def _through_bf16(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out_ptr + i, through_bf16(tl.load(x_ptr + i)))

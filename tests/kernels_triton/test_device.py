@@ -66,6 +66,16 @@ def test_reciprocal_is_rounded_as_the_division(device):
     assert torch.equal(out.cpu(), 1 / x)
 
 
+@pytest.mark.parametrize("N", [32, 1024], ids=["one value a thread", "pairs"])
+def test_through_bf16_is_the_cast_there_and_back(N, device):
+    """Also where it rounds to infinity, of ties and of subnormals."""
+    x = torch.cat([torch.randn(N - 8), torch.tensor([3.4e38, -3.4e38, float("inf"), 1e-40, 0.0, -0.0])])
+    x = torch.cat([x, torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])]).to(device)
+    out = torch.empty_like(x)
+    probes._through_bf16[(1,)](x, out, N)
+    assert torch.equal(out.view(torch.int32), x.bfloat16().float().view(torch.int32))
+
+
 def test_num_programs(device):
     available = _device.num_programs(device)
     if _device.is_interpreting():

@@ -25,6 +25,7 @@ CASES = (
     ("compensated", 4, 2, 288, Norm(1e-6, use_kahan=True)),
     ("weight", 7, 2, 64, Norm(1e-3, weight_D=torch.empty(64))),
     ("weight round a centre, bf16 norm", 7, 4, 96, Norm(1e-3, torch.bfloat16, False, 1.0, torch.empty(96))),
+    ("rows in many warps, by chunks of which the last is short", 2, 2, 2880, Norm(1e-6)),
     ("weight, compensated", 3, 2, 64, Norm(1e-3, use_kahan=True, weight_D=torch.empty(64))),
 )
 EACH = pytest.mark.parametrize("T, K, D, norm", [case[1:] for case in CASES], ids=[case[0] for case in CASES])

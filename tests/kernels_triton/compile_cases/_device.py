@@ -22,5 +22,12 @@ CASES = (
         expect=(RELEASE, "bar.sync"),
     ),
     Case(f"{PROBES}:_reciprocals", {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"N": 1024}, expect=("rcp.rn.f32",)),
+    Case(
+        f"{PROBES}:_through_bf16",
+        {"x_ptr": "*fp32", "out_ptr": "*fp32"},
+        {"N": 1024},
+        expect=("cvt.rn.bf16x2.f32",),
+        forbid=("cvt.rn.bf16.f32",),
+    ),
     Case(f"{PROBES}:_read_clock", {"out_ptr": "*i64"}, {"N": 2}, num_warps=1, expect=("%globaltimer",)),
 )

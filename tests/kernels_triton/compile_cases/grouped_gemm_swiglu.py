@@ -1,0 +1,45 @@
+"""grouped_gemm_swiglu: the tiles of forward, with h1 and without."""
+
+from tests.compile_check import Case
+
+from dist_moe.kernels_triton.grouped_gemm import CONFIGS, GROUP_M, Config
+
+from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
+
+
+def case(config: Config, keep_h1: bool, clamped: bool) -> Case:
+    return Case(
+        "grouped_gemm_swiglu:_grouped_gemm_swiglu",
+        {
+            "x_desc": f"tensordesc<bf16[{config.block_m}, {config.block_k}]>",
+            "w13_desc": f"tensordesc<bf16[1, 2, {config.block_n // 2}, {config.block_k}]>",
+            **dict.fromkeys(("h1_ptr", "h2_ptr"), "*bf16"),
+            **dict.fromkeys(("x_start_ptr", "h1_start_ptr", "h2_start_ptr", "stop_ptr"), "*i64"),
+            "row_start_ptr": "*i32",
+            **dict.fromkeys(("L", "D", "F"), "i32"),
+            **dict.fromkeys(("alpha", "limit"), "fp32"),
+        },
+        {
+            "KEEP_H1": keep_h1,
+            "CLAMPED": clamped,
+            "BLOCK_M": config.block_m,
+            "BLOCK_F": config.block_n // 2,
+            "BLOCK_K": config.block_k,
+            "BLOCK_L": 128,
+            "GROUP_M": GROUP_M,
+        },
+        name=f"{config.block_m}x{config.block_n}{' clamped' * clamped}{' keeps h1' * keep_h1}",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        options={"enable_fp_fusion": False},
+        aligned=("D", "F"),
+        unaligned=("x_start_ptr", "h1_start_ptr", "h2_start_ptr", "stop_ptr"),
+        expect=(TMA_2D, "cp.async.bulk.tensor.4d", STORE),
+        **TENSOR_CORES,
+    )
+
+
+CASES = (
+    *(case(config, keep_h1=True, clamped=False) for config in CONFIGS.values()),
+    *(case(CONFIGS[tile], keep_h1=False, clamped=True) for tile in ((128, 256), (64, 128))),
+)
