@@ -25,14 +25,26 @@ TYPES = {
 }
 
 
-def case(name: str, W: int, T_max: int, K: int, E: int, *, alignment=1, save=False, waits=True, **format) -> Case:
+# Numbers that a small context passes as 1, which Triton then takes as constants.
+ONES = ("W", "L", "T_max", "J", "capacity", "num_slots", "deepest")
+
+
+def case(
+    name: str, W: int, T_max: int, K: int, E: int, *, alignment=1, save=False, waits=True, ones=(), **format
+) -> Case:
+    left_out = ones if waits else (*ones, "signals_ptr", "sent_ptr")
     assert shapes.is_small_routing(W, T_max, K, E)
     config = pick_config(W, T_max, K, E // W)
     return Case(
         "wait_route_plan:_wait_route_plan",
-        {key: value for key, value in TYPES.items() if waits or key not in ("signals_ptr", "sent_ptr")},
+        {
+            key: value
+            for key, value in TYPES.items()
+            if key not in ones + (() if waits else ("signals_ptr", "sent_ptr"))
+        },
         {
             **({} if waits else {"signals_ptr": None, "sent_ptr": None}),
+            **dict.fromkeys(ones, 1),
             "STAGE": shapes.PUBLISHED,
             "LANES": config.lanes,
             "K": K,
@@ -64,4 +76,5 @@ CASES = (
     case("W-1 T-512 K-6 E-384 alone", 1, 512, 6, 384, waits=False),
     case("W-32 T-128 K-1 E-128", 32, 128, 1, 128),
     case("W-1 T-1 K-496 E-496", 1, 1, 496, 496, save=True),
+    case("one of all", 1, 1, 1, 1, save=True, ones=ONES),
 )
