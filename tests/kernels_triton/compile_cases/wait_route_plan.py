@@ -37,11 +37,7 @@ def case(
     config = pick_config(W, T_max, K, E // W)
     return Case(
         "wait_route_plan:_wait_route_plan",
-        {
-            key: value
-            for key, value in TYPES.items()
-            if key not in ones + (() if waits else ("signals_ptr", "sent_ptr"))
-        },
+        {key: value for key, value in TYPES.items() if key not in left_out},
         {
             **({} if waits else {"signals_ptr": None, "sent_ptr": None}),
             **dict.fromkeys(ones, 1),
