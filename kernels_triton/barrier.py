@@ -5,9 +5,10 @@
     verify   VERSION, CONFIG_HASH, CALL, KIND of every rank's header = rank 0's, and 0 <= T <= T_max
 
 Grids: signal and verify 1 program, wait one a rank; in a forward the first launch of route verifies. A launch after
-which a rank has reached a stage ends with the signal: the last of its programs sends it (send_when_last). No launch
-both signals and waits, so a wait needs nothing of its own device that has not already run: ranks may share a device,
-and interpreted programs may run one after another.
+which a rank has reached a stage ends with the signal: the last of its programs sends it (send_when_last). A launch of
+at most 32 programs that needs the peers begins with the wait, in each of them (wait_for_all). No launch both signals
+and waits, so a wait needs nothing of its own device that has not already run: ranks may share a device, and interpreted
+programs may run one after another.
 
 Order across ranks: what a rank's earlier launches wrote, to its own or a peer's regions, is complete when its signal
 starts; the release makes it visible to the peer whose wait acquires the flag, and to that peer's later launches. A flag

@@ -338,8 +338,9 @@ def _wait_reduce(
             out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
         )  # fmt: skip
     if is_last(finished_ptr):
-        if tl.load(fault_ptr) != 0:
-            nan = tl.full([BLOCK_D], float("nan"), tl.float32).to(tl.bfloat16)
+        has_fault = tl.load(fault_ptr) != 0
+        if has_fault:
+            nan = (tl.zeros([BLOCK_D], dtype=tl.float32) + tl.where(has_fault, float("nan"), 0.0)).to(tl.bfloat16)
             for t in range(T):
                 for d in range(0, D, BLOCK_D):
                     offs_d = d + tl.arange(0, BLOCK_D)

@@ -173,6 +173,7 @@ def _summed(op, ranks: Ranks, r: int, dedup: bool, flags=None, fault=0) -> list:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(host_fault_F, own.fault_F.cpu())
+    wide_TD[wide_TD.isnan()] = float("nan")  # of any bits
     return [wide_TD.view(torch.int16).tolist(), own.fault_F.tolist(), own.finished_1.tolist(), own.sent_S.tolist()]
 
 
