@@ -22,6 +22,8 @@ DELAY_VARIABLE = "DIST_MOE_DEBUG_DELAY_NS"
 MAX_DELAY_NS = 1_000_000  # what one nanosleep takes
 
 _CLOCK_NS = tl.constexpr("mov.u64 $0, %globaltimer;")
+_CLOCKS_NS = tl.constexpr("{ .reg .b32 lane; mov.b32 lane, $1; mov.u64 $0, %globaltimer; }")
+_POLL = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
 _SLEEP_NS = tl.constexpr("nanosleep.u32 $1; mov.u32 $0, $1;")
 _RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
 _THROUGH_BF16 = tl.constexpr(
@@ -62,10 +64,34 @@ def poll(flag_ptr):
 
 
 @triton.jit
+def poll_lanes(flag_ptrs):
+    """The same of a tensor of addresses, which Triton would add to. A barrier stands between it and what it orders."""
+    addresses = flag_ptrs.to(tl.int64)
+    return tl.inline_asm_elementwise(_POLL, "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
 def store_release(flag_ptr, value):
     """*flag_ptr = value, released at system scope: what this program wrote before it is visible to who polls it."""
     tl.debug_barrier()  # the releasing thread is one of many: the others' stores must come first
     tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
+
+
+@triton.jit
+def is_last(finished_ptr):
+    """Whether every other program of this launch, whose grid has one axis, has come here before this one.
+
+    finished_ptr counts them, 0 before the launch and after it: the last one, which is alone then, sets it back for a
+    later launch. What programs wrote before they came is visible to the last one, and to whoever acquires what that one
+    releases afterwards, at system scope too: each step of the chain (barrier of a program, count, barrier, release) has
+    a scope that holds both of its sides, and causality goes through all of them.
+    """
+    tl.debug_barrier()  # the counting thread is one of many: the others' stores must come first
+    last = tl.atomic_add(finished_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    tl.debug_barrier()  # and the others' loads after it
+    if last:
+        tl.store(finished_ptr, 0)
+    return last
 
 
 @triton.jit
@@ -75,6 +101,13 @@ def clock_ns():
     Every warp reads its own: a loop that ends by the clock needs num_warps=1, else the warps may part in it.
     """
     return tl.inline_asm_elementwise(_CLOCK_NS, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def clocks_ns(lanes):
+    """clock_ns by lane, of a tensor of one lane a thread: what programs of several warps decide by, after a reduction,
+    which gives all threads one answer."""
+    return tl.inline_asm_elementwise(_CLOCKS_NS, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -119,17 +152,28 @@ def _num_sms(device: torch.device) -> int:
 
 
 if is_interpreting():
+    import ctypes
     import time
 
     import numpy as np
 
     from dist_moe._interpreter import decode, encode, register_asm
+    from dist_moe.symm import fence
 
     def _sleep(ns):
         time.sleep(ns.item() * 1e-9)
         return ns
 
     register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
+    register_asm(_CLOCKS_NS.value, lambda lanes: np.full(lanes.shape, time.perf_counter_ns()))
+
+    def _poll(addresses):
+        unique, lane = np.unique(addresses, return_inverse=True)
+        flags = np.array([ctypes.c_int64.from_address(int(address)).value for address in unique])
+        fence()
+        return flags[lane].reshape(addresses.shape)
+
+    register_asm(_POLL.value, _poll)
 
     def _divide_one(v):
         with np.errstate(divide="ignore"):

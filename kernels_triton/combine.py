@@ -1,14 +1,14 @@
 """combine, reduce and collect_score_grads: the way back of the rows.
 
 combine pushes into the owners' `outputs`, after the last GEMM and before the signal of COMBINED, a release at system
-scope; an owner reads after its wait on COMBINED. The next push comes after the wait on PUBLISHED of a later call, which
-the owner signals after it has read.
+scope that its own last program may do; an owner reads after its wait on COMBINED. The next push comes after the wait on
+PUBLISHED of a later call, which the owner signals after it has read.
     per route       outputs[t, k] = row                                  (the owner applies the scores)
     de-duplicated   outputs[t, j] = bf16(sum over the pair's rows, in slot order, of score * row)
 Of a window of columns those of `outputs` alone are written, from the first columns of the rows. Rows of padding (slot
 -1) are not read.
 reduce and collect_score_grads run after that wait and touch this rank's memory only; a reduce that ends a call also
-tells the host of a fault.
+tells the host of a fault. wait_reduce is both, the wait and the reduce that ends a call.
     reduce          out[t] = bf16(sum over valid k of score * outputs[t, k])   or   bf16(sum over j of outputs[t, j])
 
 All sums are FP32 in a fixed order, a product rounded before it is added: the kernels are compiled without contraction
@@ -18,12 +18,13 @@ to fused multiply-add (enable_fp_fusion=False), so that GPU, interpreter and ora
 import triton
 import triton.language as tl
 
-from dist_moe.shapes import cdiv, next_power_of_2
+from dist_moe.shapes import MOST_WAITING_PROGRAMS, cdiv, next_power_of_2
 
-from ._device import begin, delay
+from ._device import begin, delay, is_last
 from ._fault import tell_host
 from ._launch import launched
 from ._rows import (
+    RowTile,
     column_shares,
     column_window,
     num_parts,
@@ -33,12 +34,13 @@ from ._rows import (
     row_grid,
     spread,
 )
+from .barrier import ending, send_when_last, wait_for_all
 
 UNROLL = tl.constexpr(3)  # rows of a pair, or of a token, that are loaded together
 
 
 @launched
-@triton.jit(do_not_specialize=["sources"])
+@triton.jit(do_not_specialize=["sources", "rank", "W"])
 def _combine_routes(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, K, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -51,11 +53,20 @@ def _combine_routes(
     num_slots,  # T_max * K, slots of one rank
     first_column,
     sources,  # stretches of rows that are of one source rank each
+    signals_table_ptr,  # None, as the pointers below, unless the signal comes with it
+    sent_ptr,
+    header_ptr,
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # columns that move
     PITCH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """Every row to its slot: program p takes the items p, p + programs, ..., shares of blocks of ROWS rows.
 
@@ -63,9 +74,8 @@ def _combine_routes(
     outputs [[1, 3], [4, untouched], [5, 2]].
     """
     begin()
-    if tl.load(stop_ptr) != 0:
-        return
-    num_rows = tl.load(num_rows_ptr)
+    runs = tl.load(stop_ptr) == 0
+    num_rows = tl.where(runs, tl.load(num_rows_ptr), 0)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_rows, ROWS)
@@ -92,10 +102,12 @@ def _combine_routes(
             mask = in_use[:, None] & (d + offs_d < WIDTH)[None, :]
             value = tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask)
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
+    if signals_table_ptr is not None:
+        send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "W"])
 def _combine_pairs(
     outputs_table_ptr,  # [W] int64 addresses of bf16 [T_max, J, D]
     score_grads_table_ptr,  # [W] int64 addresses of fp32 [T_max, K], or None
@@ -113,12 +125,21 @@ def _combine_pairs(
     num_slots,  # T_max * K, slots of one rank
     num_outputs,  # T_max * J, output rows of one rank
     first_column,
+    signals_table_ptr,  # None, as the pointers below, unless the signal comes with it
+    sent_ptr,
+    header_ptr,
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # columns that move
     PITCH: tl.constexpr,
     PAIRS: tl.constexpr,
-    W: tl.constexpr,
+    SOURCES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """One row a pair: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
@@ -126,14 +147,13 @@ def _combine_pairs(
     outputs [[7], [12], [30]]: token 0 has rows 0 and 2, 1 * 1 + 2 * 3; token 2 rows 4 and 1, 4 * 5 + 5 * 2.
     """
     begin()
-    if tl.load(stop_ptr) != 0:
-        return
-    num_pairs = tl.load(num_pairs_ptr)
+    runs = tl.load(stop_ptr) == 0
+    num_pairs = tl.where(runs, tl.load(num_pairs_ptr), 0)
     num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, W)
+    parts = num_parts(num_blocks, SOURCES)
     num_turns = parts * tl.cdiv(num_blocks, parts)
     shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
     for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
@@ -177,19 +197,19 @@ def _combine_pairs(
                         term = scores[j][:, None] * term
                     acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+    if signals_table_ptr is not None:
+        send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
-@launched
-@triton.jit(do_not_specialize=["T"])
-def _reduce(
+@triton.jit
+def sum_tokens(
     out_ptr,  # [T, D] bf16
     outputs_ptr,  # [T_max, J, D] bf16
     ids_ptr,  # [T_max, K] int16
     scores_ptr,  # [T_max, K] fp32, or None
-    stop_ptr,  # int64; if this ends a call the first word of its fault record
-    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory, if this ends a call, or None
     T,
     out_stride_t,
+    runs,  # otherwise out is NaN
     W: tl.constexpr,  # ranks in the de-duplicated scheme; 0: per route
     L: tl.constexpr,
     K: tl.constexpr,
@@ -205,13 +225,6 @@ def _reduce(
     [[1, 2], [3, 0], [4, 5]] give out [1 * 1 + 2 * 3, 3 * 4, 4 * 5 + 5 * 2] = [7, 12, 30]. De-duplicated, W = 2, L = 1,
     outputs [[7, 1], [12, stale], [30, 2]]: tokens 0 and 2 visit two ranks, token 1 one: out [8, 12, 32].
     """
-    begin()
-    runs = tl.load(stop_ptr) == 0
-    if host_fault_ptr is None:
-        if not runs:
-            return
-    elif (not runs) & (tl.program_id(0) == 0):
-        tell_host(stop_ptr, host_fault_ptr)
     offs_d = tl.arange(0, BLOCK_D)
     offs_k = tl.arange(0, K2)[None, :]
     num_blocks = tl.cdiv(T, TOKENS)
@@ -251,6 +264,88 @@ def _reduce(
                     acc += term  # unused terms are +0.0: acc is never -0.0, so no bit changes
             out_ptrs = out_ptr + (t * out_stride_t)[:, None] + (d + offs_d)[None, :]
             tl.store(out_ptrs, acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+
+
+@launched
+@triton.jit(do_not_specialize=["T"])
+def _reduce(
+    out_ptr,
+    outputs_ptr,
+    ids_ptr,
+    scores_ptr,
+    stop_ptr,  # int64; if this ends a call the first word of its fault record
+    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory, if this ends a call, or None
+    T,
+    out_stride_t,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A persistent grid; program 0 also tells the host of a fault."""
+    begin()
+    runs = tl.load(stop_ptr) == 0
+    if host_fault_ptr is None:
+        if not runs:
+            return
+    elif (not runs) & (tl.program_id(0) == 0):
+        tell_host(stop_ptr, host_fault_ptr)
+    sum_tokens(
+        out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+    )  # fmt: skip
+
+
+@launched
+@triton.jit(do_not_specialize=["T", "timeout_ns", "num_ranks"])
+def _wait_reduce(
+    out_ptr,
+    outputs_ptr,
+    ids_ptr,
+    scores_ptr,
+    fault_ptr,  # int64 [FAULT_WORDS]
+    host_fault_ptr,  # int64 [FAULT_WORDS], pinned host memory
+    signals_ptr,  # [3, num_ranks] int64, this rank's
+    sent_ptr,  # [3] int64
+    finished_ptr,
+    T,
+    out_stride_t,
+    timeout_ns,
+    num_ranks,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """At most 32 programs, each of which waits for all ranks.
+
+    At the deadline one program may miss a peer which another one has met. So the last to finish looks at the fault
+    again: it tells the host, and NaN goes over what others summed.
+    """
+    begin(next_may_launch=False)
+    runs = wait_for_all(signals_ptr, sent_ptr, fault_ptr, timeout_ns, num_ranks, STAGE, LANES)
+    if runs:
+        sum_tokens(
+            out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+        )  # fmt: skip
+    if is_last(finished_ptr):
+        has_fault = tl.load(fault_ptr) != 0
+        if has_fault:
+            nan = (tl.zeros([BLOCK_D], dtype=tl.float32) + tl.where(has_fault, float("nan"), 0.0)).to(tl.bfloat16)
+            for t in range(T):
+                for d in range(0, D, BLOCK_D):
+                    offs_d = d + tl.arange(0, BLOCK_D)
+                    tl.store(out_ptr + tl.cast(t, tl.int64) * out_stride_t + offs_d, nan, mask=offs_d < D)
+            tell_host(fault_ptr, host_fault_ptr)
 
 
 @launched
@@ -306,15 +401,17 @@ def combine(
     stop_1,
     columns=None,
     num_sms=None,
+    then=None,
 ):
     """Push this rank's rows to their owners, per route or summed a (token, rank).
 
     Args:    rows_XD: bf16 [X, D] over the activation buffer, rows from start_1 on.  row_scores_R: fp32 [R] or None;
              de-duplicated alone, multiplies each row.  row_score_grads_R, score_grads: both in backward, both None in
              forward.  columns: (first, width) of the outputs, from the first columns of rows_XD, which may then be
-             narrower than D; multiples of 32. None: all.
-    Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED; writes peers' `outputs` and
-             `score_grads`.
+             narrower than D; multiples of 32. None: all.  then: the signal COMBINED, sent by the last program; it goes
+             out under a fault too.
+    Order:   after the wait on PUBLISHED of this call, before the signal of COMBINED, or with it at the end; writes
+             peers' `outputs` and `score_grads`.
     Source:  reference.combine.
     """
     (T_max, J, D), W = outputs.own.shape, len(outputs.peers)
@@ -324,19 +421,20 @@ def combine(
     grid = row_grid(rows_XD.device, tile, num_sms)
     widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
     grads = (None if score_grads is None else score_grads.table_W, row_score_grads_R)
+    signal, stage = ending(then)
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1)
         num_slots = 1 if score_grads is None else score_grads.own.numel()
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, plan.num_routes_1, rows_XD, start_1,
-            stop_1, num_slots, T_max * J, first,
-            PAIRS=tile.rows, W=W, **widths, **tile.options, enable_fp_fusion=False,
+            stop_1, num_slots, T_max * J, first, *signal,
+            PAIRS=tile.rows, SOURCES=W, **widths, **stage, **tile.options, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](
             outputs.table_W, *grads, plan.row_to_slot_R, plan.row_start_P[-1:], rows_XD, start_1, stop_1, T_max * J,
-            first, W * plan.num_local_experts,
-            ROWS=tile.rows, **widths, **tile.options,
+            first, W * plan.num_local_experts, *signal,
+            ROWS=tile.rows, **widths, **stage, **tile.options,
         )  # fmt: skip
 
 
@@ -351,18 +449,42 @@ def reduce(
     Order:   after the wait on COMBINED; local memory only, but for the host's record.
     Source:  reference.reduce.
     """
-    T, D = out_TD.shape
-    if T == 0 and host_fault_F is None:
+    if out_TD.shape[0] == 0 and host_fault_F is None:
         return
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
+    stop = stop_1 if host_fault_F is None else fault_F
+    grid = row_grid(out_TD.device, tile, num_sms)
+    _reduce[grid](*tensors, stop, host_fault_F, *sizes, **options, **tile.options, enable_fp_fusion=False)
+
+
+def wait_reduce(
+    out_TD, *, after, outputs, ids, scores, dedup, num_experts, fault_F, host_fault_F, finished_1, num_sms=None
+):
+    """Wait for the peers, then reduce and end the call, in one launch of few programs: of a small sum alone.
+
+    Args:    after: the Wait COMBINED.  finished_1: int64, 0.  The others: of reduce.
+    Order:   after this rank's signal COMBINED.
+    Source:  reference.wait_reduce.
+    """
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
+    (num_items,) = row_grid(out_TD.device, tile, num_sms)
+    waiting = {"STAGE": after.stage, "LANES": 32 * tile.num_warps}
+    _wait_reduce[(min(num_items, MOST_WAITING_PROGRAMS),)](
+        *tensors, fault_F, host_fault_F, after.signals.own, after.sent_S, finished_1, *sizes, after.timeout_ns,
+        len(outputs.peers), **options, **waiting, num_warps=tile.num_warps, maxnreg=255, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts) -> tuple[tuple, tuple, dict, RowTile]:
+    """What sum_tokens takes: tensors, numbers and constexprs, and its tile."""
+    T, D = out_TD.shape
     assert D % 32 == 0 and out_TD.stride(1) == 1
     W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
     tile = pick_row_tile(D)
-    _reduce[row_grid(out_TD.device, tile, num_sms)](
-        out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own,
-        stop_1 if host_fault_F is None else fault_F, host_fault_F, T, out_TD.stride(0),
-        W=W if dedup else 0, L=num_experts // W, K=K, K2=next_power_of_2(K), J=J, D=D,
-        TOKENS=tile.rows, BLOCK_D=tile.block_d, **tile.options, enable_fp_fusion=False,
-    )  # fmt: skip
+    options = {"W": W if dedup else 0, "L": num_experts // W, "K": K, "K2": next_power_of_2(K), "J": J, "D": D}
+    options |= {"TOKENS": tile.rows, "BLOCK_D": tile.block_d}
+    tensors = (out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own)
+    return tensors, (T, out_TD.stride(0)), options, tile
 
 
 def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):

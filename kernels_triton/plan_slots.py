@@ -283,9 +283,8 @@ def _counted(stats, word, rows, kept, scratch, is_counted, SAVE: tl.constexpr):
     return tl.maximum(stats, tl.where(word == STATS_SCRATCH, scratch, 0))
 
 
-@launched
-@triton.jit(do_not_specialize=["rank", "slot", "depth"])
-def _plan_forward(
+@triton.jit
+def plan_one_forward(
     rank_rows_ptr,  # [W] int64
     num_rows_ptr,  # [L] int32
     call_ptr,
@@ -319,7 +318,8 @@ def _plan_forward(
     BLOCK_W: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """One program. A slot of -1 is that of a forward which a checkpoint will run again: only its scratch is counted.
+    """Of one program of any number of warps: what it reads and then changes is read by all before a barrier. A slot of
+    -1 is that of a forward which a checkpoint will run again: only its scratch is counted.
 
     Example (D = F = 32, slot of 3072 bytes, x 256, x and h1 of balanced rows 896, depth 2, W = 2): rows (4, 3) make
     1024 and 768 bytes of rows in an empty slot: 1024 + 896 <= 3072, KEEPS_ROWS, used = (1024, 768). Rank 0: XR = 0 and
@@ -327,71 +327,117 @@ def _plan_forward(
     (2, 12) rows make 2560 and x and h1 1920: KEEPS_H1, x at element 512 of rank 0 (byte 1024), H1 = 10 (byte 1280),
     used = (1664, 2688).
     """
-    begin()
     X_BLOCK: tl.constexpr = BLOCK if GROUP == 0 else 0  # of the columns of x
-    _begin_place(place_ptr, BLOCK)
-    if tl.load(fault_ptr) != 0:
-        return
+    fits = tl.load(fault_ptr) == 0
     rows = tl.load(rank_rows_ptr + rank)
     word = tl.arange(0, NUM_STATS)
     stats = tl.load(stats_ptr + word, mask=word < STATS_SLOTS, other=0)
     kept = tl.full([], KEEPS_X, tl.int32)
     if SAVE:
         layer = tl.load(slot_layers_ptr + slot)
-        if layer >= depth:
-            set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, depth)
-            return
         w = tl.arange(0, BLOCK_W)
         rows_W = tl.load(rank_rows_ptr + w, mask=w < W, other=0)
         used = tl.load(slot_used_ptr + slot * W + w, mask=w < W, other=0)
-        if tl.max(used) + (depth - layer) * x_bytes > slot_bytes:
+    _begin_place(place_ptr, BLOCK)
+    if SAVE:
+        has_room = tl.max(used) + (depth - layer) * x_bytes <= slot_bytes
+        if fits & (layer >= depth):
+            set_fault(fault_ptr, FAULT_SLOT, rank, slot, layer, depth)
+        elif fits & ~has_room:
             set_fault(fault_ptr, FAULT_SLOT_ROOM, rank, slot, layer, depth)
-            return
-        kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes, X_BLOCK)
-        start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
-        if kept == KEEPS_ROWS:
-            if X_BLOCK == 0:
-                xr = (start + 2 * D - 1) // (2 * D)
-                tl.store(place_ptr + (XR if BLOCK == 0 else X_COLUMNS), xr)
-                start = (xr + rows) * (2 * D)
+        fits = fits & (layer < depth) & has_room
+        if fits:
+            kept = _choose_kept(used, rows_W, w < W, depth - 1 - layer, D, F, slot_bytes, x_bytes, x_h1_bytes, X_BLOCK)
+            start = slot.to(tl.int64) * slot_bytes + tl.sum(tl.where(w == rank, used, 0))
+            if kept == KEEPS_ROWS:
+                if X_BLOCK == 0:
+                    xr = (start + 2 * D - 1) // (2 * D)
+                    tl.store(place_ptr + (XR if BLOCK == 0 else X_COLUMNS), xr)
+                    start = (xr + rows) * (2 * D)
+                else:
+                    tl.store(place_ptr + X_COLUMNS + 1, start)
+                    start += _column_scales(rows, D, BLOCK)
+                    h1_end = _round_up(start, 4 * F) + rows * (4 * F)
+                    tl.store(place_ptr + X_COLUMNS, (h1_end + D - 1) // D)
             else:
-                tl.store(place_ptr + X_COLUMNS + 1, start)
-                start += _column_scales(rows, D, BLOCK)
-                h1_end = _round_up(start, 4 * F) + rows * (4 * F)
-                tl.store(place_ptr + X_COLUMNS, (h1_end + D - 1) // D)
+                tl.store(place_ptr + X, start // 2)
+                start += x_bytes
+            if kept != KEEPS_X:
+                tl.store(place_ptr + H1, (start + 4 * F - 1) // (4 * F))
+            used += _kept_bytes(kept, rows_W, D, F, x_bytes, X_BLOCK)
+            tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
+            _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
+            tl.store(slot_layers_ptr + slot, layer + 1)
+            tl.store(place_ptr + KEPT, kept)
+            tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
+            tl.store(place_ptr + SKIP_H1, (kept != KEEPS_X).to(tl.int64))
+            if BLOCK > 0:
+                tl.store(place_ptr + SKIP_COLUMNS, (kept != KEEPS_ROWS).to(tl.int64))
+            tl.store(place_ptr + SLOT, slot)
+            tl.store(place_ptr + LAYER, layer)
+            call = tl.load(call_ptr)
+            tl.store(place_ptr + EPOCH, call >> EPOCH_SHIFT)
+            tl.store(slot_calls_ptr + slot.to(tl.int64) * deepest + layer, call)
+    if fits:
+        if slot >= 0:
+            e = tl.arange(0, BLOCK_L)
+            count = tl.load(num_rows_ptr + e, mask=e < L, other=0)
+            expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
+            tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
+        if BLOCK == 0:
+            scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
         else:
-            tl.store(place_ptr + X, start // 2)
-            start += x_bytes
-        if kept != KEEPS_X:
-            tl.store(place_ptr + H1, (start + 4 * F - 1) // (4 * F))
-        used += _kept_bytes(kept, rows_W, D, F, x_bytes, X_BLOCK)
-        tl.store(slot_used_ptr + slot * W + w, used, mask=w < W)
-        _raise_to(stats_ptr + STATS_SLOTS + slot, tl.sum(tl.where(w == rank, used, 0)))
-        tl.store(slot_layers_ptr + slot, layer + 1)
-        tl.store(place_ptr + KEPT, kept)
-        tl.store(place_ptr + SKIP_X, (kept == KEEPS_ROWS).to(tl.int64))
-        tl.store(place_ptr + SKIP_H1, (kept != KEEPS_X).to(tl.int64))
-        if BLOCK > 0:
-            tl.store(place_ptr + SKIP_COLUMNS, (kept != KEEPS_ROWS).to(tl.int64))
-        tl.store(place_ptr + SLOT, slot)
-        tl.store(place_ptr + LAYER, layer)
-        call = tl.load(call_ptr)
-        tl.store(place_ptr + EPOCH, call >> EPOCH_SHIFT)
-        tl.store(slot_calls_ptr + slot.to(tl.int64) * deepest + layer, call)
-    if slot >= 0:
-        e = tl.arange(0, BLOCK_L)
-        count = tl.load(num_rows_ptr + e, mask=e < L, other=0)
-        expert_ptr = stats_ptr + STATS_SLOTS + num_slots + e
-        tl.store(expert_ptr, tl.load(expert_ptr, mask=e < L, other=0) + count, mask=e < L)
-    if BLOCK == 0:
-        scratch = _place_scratch(place_ptr, rows, kept, total_bytes, D, F, TRAINING)
-    else:
-        scratch = _place_scaled_scratch(
-            place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
-            BLOCK, PER_BYTE, OUTER_SCALES, GROUP, TRAINING,
-        )  # fmt: skip
-    stats = _counted(stats, word, rows, kept, scratch, slot >= 0, SAVE)
-    tl.store(stats_ptr + word, stats, mask=word < STATS_SLOTS)
+            scratch = _place_scaled_scratch(
+                place_ptr, rows, kept, total_bytes, D, F, stage, output_columns,
+                BLOCK, PER_BYTE, OUTER_SCALES, GROUP, TRAINING,
+            )  # fmt: skip
+        stats = _counted(stats, word, rows, kept, scratch, slot >= 0, SAVE)
+        tl.store(stats_ptr + word, stats, mask=word < STATS_SLOTS)
+
+
+@launched
+@triton.jit(do_not_specialize=["rank", "slot", "depth"])
+def _plan_forward(
+    rank_rows_ptr,
+    num_rows_ptr,
+    call_ptr,
+    slot_used_ptr,
+    slot_layers_ptr,
+    slot_calls_ptr,
+    stats_ptr,
+    place_ptr,
+    fault_ptr,
+    rank,
+    slot,
+    depth,
+    num_slots,
+    deepest,
+    W,
+    L,
+    D,
+    F,
+    slot_bytes,
+    x_bytes,
+    x_h1_bytes,
+    total_bytes,
+    stage,
+    output_columns,
+    SAVE: tl.constexpr,
+    TRAINING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    OUTER_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """One program."""
+    begin()
+    plan_one_forward(
+        rank_rows_ptr, num_rows_ptr, call_ptr, slot_used_ptr, slot_layers_ptr, slot_calls_ptr, stats_ptr, place_ptr,
+        fault_ptr, rank, slot, depth, num_slots, deepest, W, L, D, F, slot_bytes, x_bytes, x_h1_bytes, total_bytes,
+        stage, output_columns, SAVE, TRAINING, BLOCK, PER_BYTE, OUTER_SCALES, GROUP, BLOCK_W, BLOCK_L,
+    )  # fmt: skip
 
 
 @launched
@@ -480,6 +526,16 @@ def _format_options(geometry: shapes.Geometry) -> dict:
     return values | {"OUTER_SCALES": format.two_level, "GROUP": group}
 
 
+def forward_arguments(geometry: shapes.Geometry, rank, slot, depth, save, W, L, slot_calls_NM) -> tuple[tuple, dict]:
+    """What plan_one_forward takes from `rank` on: numbers, and constexprs."""
+    g, (num_slots, deepest) = geometry, slot_calls_NM.shape
+    assert not save or 0 <= slot < num_slots, (slot, num_slots)
+    widths, slots = (g.hidden_dim, g.intermediate_dim), (g.slot_bytes, g.x_bytes, g.x_h1_bytes, g.total_bytes)
+    options = {"SAVE": save, "TRAINING": g.training, **_format_options(g)}
+    options |= {"BLOCK_W": next_power_of_2(W), "BLOCK_L": next_power_of_2(L)}
+    return (rank, slot, depth, num_slots, deepest, W, L, *widths, *slots, g.stage_columns, g.output_columns), options
+
+
 def plan_forward(
     rank_rows_W,
     num_rows_L,
@@ -501,40 +557,11 @@ def plan_forward(
 
     Args:  save: whether a backward will follow; without it the slots are not touched.
     """
-    g, W, L = geometry, rank_rows_W.numel(), num_rows_L.numel()
-    assert not save or 0 <= slot < slot_layers_N.numel(), (slot, slot_layers_N.numel())
-    _plan_forward[(1,)](
-        rank_rows_W,
-        num_rows_L,
-        call_1,
-        slot_used_NW,
-        slot_layers_N,
-        slot_calls_NM,
-        stats_S,
-        place,
-        fault_F,
-        rank,
-        slot,
-        depth,
-        slot_layers_N.numel(),
-        slot_calls_NM.shape[1],
-        W,
-        L,
-        g.hidden_dim,
-        g.intermediate_dim,
-        g.slot_bytes,
-        g.x_bytes,
-        g.x_h1_bytes,
-        g.total_bytes,
-        g.stage_columns,
-        g.output_columns,
-        SAVE=save,
-        TRAINING=g.training,
-        **_format_options(g),
-        BLOCK_W=next_power_of_2(W),
-        BLOCK_L=next_power_of_2(L),
-        num_warps=1,
+    sizes, options = forward_arguments(
+        geometry, rank, slot, depth, save, len(rank_rows_W), len(num_rows_L), slot_calls_NM
     )
+    words = (call_1, slot_used_NW, slot_layers_N, slot_calls_NM, stats_S, place)
+    _plan_forward[(1,)](rank_rows_W, num_rows_L, *words, fault_F, *sizes, **options, num_warps=1)
 
 
 def plan_backward(

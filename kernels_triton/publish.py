@@ -4,8 +4,9 @@
     ids[t, k], scores[t, k] = resolved routes (reference.resolve_routes)
     header = version, configuration, call, kind, T, 0
 
-Grid: one program a block of tokens, at least one; program 0 also counts the call and writes the header. Writes own
-memory only; peers read it after the signal PUBLISHED, and the wait COMBINED of the last call orders their reads before.
+Grid: one program a block of tokens, at least one; program 0 also counts the call and writes the header, and the last to
+finish may send the signal PUBLISHED. Writes own memory only; peers read it after that signal, and the wait COMBINED of
+the last call orders their reads before.
 """
 
 import functools
@@ -20,6 +21,7 @@ from dist_moe.shapes import cdiv, next_power_of_2
 from ._device import begin, delay
 from ._launch import launched
 from ._scaled import INFINITY, MAGNITUDE, bits_of, format_options, one_nan, outer_scale, pack_pairs, quantise
+from .barrier import ending, send_when_last
 
 VERSION = tl.constexpr(shapes.WIRE_VERSION)
 HEADER_VERSION = tl.constexpr(shapes.HEADER_VERSION)
@@ -148,7 +150,7 @@ def _pack(
 
 
 @launched
-@triton.jit(do_not_specialize=["num_tokens", "kind", "config_hash"])
+@triton.jit(do_not_specialize=["num_tokens", "kind", "config_hash", "rank", "W"])
 def _publish(
     x_ptr,  # [T, D] bf16
     ids_ptr,  # [T, K] int32 or int64
@@ -170,6 +172,13 @@ def _publish(
     ids_stride_k,
     scores_stride_t,
     scores_stride_k,
+    signals_table_ptr,  # None, as the pointers below, unless the signal comes with it
+    sent_ptr,
+    signal_header_ptr,  # header_ptr
+    fault_ptr,
+    finished_ptr,
+    rank,
+    W,
     D: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
@@ -177,6 +186,8 @@ def _publish(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     WIRE_BYTES: tl.constexpr = 0,  # with a format, like what follows
     ELEMENT: tl.constexpr = None,
     VALUES_PER_BYTE: tl.constexpr = 1,
@@ -191,11 +202,10 @@ def _publish(
     of a token with a NaN in x: ids [0, 3, 1, -1], scores [-0., 5, -0., 0].
     """
     begin()
-    if tl.load(stop_ptr) != 0:
-        return
+    runs = tl.load(stop_ptr) == 0
     pid = tl.program_id(0)
     delay(pid)
-    if pid == 0:
+    if runs & (pid == 0):
         call = tl.load(call_ptr) + 1
         tl.store(call_ptr, call)
         tl.store(header_ptr + HEADER_VERSION, VERSION)
@@ -206,7 +216,7 @@ def _publish(
         tl.store(header_ptr + HEADER_ABORT, 0)
 
     t = pid.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mask_t = t < num_tokens
+    mask_t = (t < num_tokens) & runs
     check = tl.load(check_skip_ptr) == 0
     if WIRE_BYTES > 0:
         amax_T = _pack(
@@ -250,6 +260,8 @@ def _publish(
         out_scores = tl.where(routed & (total == 0.0) & (broken_T != 0)[:, None], _negative_zero(), out_scores)
         tl.store(out_ids_ptr + t[:, None] * K + k, out_ids.to(tl.int16), mask=mask_tk)
         tl.store(out_scores_ptr + t[:, None] * K + k, out_scores, mask=mask_tk)
+    if signals_table_ptr is not None:
+        send_when_last(signals_table_ptr, sent_ptr, signal_header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
 
 def publish(
@@ -270,13 +282,15 @@ def publish(
     scores,
     stop_1,
     format=None,
+    then=None,
 ):
     """Publish one call; see reference.publish.
 
     Args:   x_TD, check_TD: bf16, unit inner stride, any row stride.  ids_TK: int32 or int64, any strides.
             scores_TK: bf16 or fp32, any strides.  check_TD may be x_TD itself, which saves reading it again.
             half: of `tokens`; None: x is not published.  format: then x is published quantised, and check_TD is x_TD.
-    Order:  local; the signal PUBLISHED comes after.
+            then: the signal PUBLISHED, sent by the last program; it goes out under a fault too.
+    Order:  local; the signal PUBLISHED comes after, or with `then` at its end.
     """
     T, D = x_TD.shape
     K = ids_TK.shape[1]
@@ -290,6 +304,7 @@ def publish(
     assert x_TD.stride(1) == 1 and check_TD.stride(1) == 1, (x_TD.stride(), check_TD.stride())
     assert check_TD.shape == (T, D) and ids_TK.shape == scores_TK.shape == (T, K)
     config = pick_config(D, K, format is not None)
+    signal, stage = ending(then)
     _publish[(max(1, cdiv(T, config.block_t)),)](
         x_TD,
         ids_TK,
@@ -309,6 +324,7 @@ def publish(
         check_TD.stride(0),
         *ids_TK.stride(),
         *scores_TK.stride(),
+        *signal,
         D=D,
         K=K,
         E=num_experts,
@@ -316,6 +332,7 @@ def publish(
         BLOCK_T=config.block_t,
         BLOCK_D=config.block_d,
         BLOCK_K=config.block_k,
+        **stage,
         **packing,
         **config.options,
     )

@@ -141,12 +141,16 @@ def bad_options(rank, context, step):
     return [routed_experts(*leaves, context, options=options)]
 
 
+WITH_A_WAIT = {"route": "wait_route_plan", "reduce": "wait_reduce"}  # the op that a small context has in its place
+
+
 def break_op(rank, context, op):
     def out_of_memory(*args, **options):
         raise MemoryError(f"no room in {op}")
 
     if rank == 1:
-        setattr(context.path.ops, op, out_of_memory)
+        for name in (op, WITH_A_WAIT.get(op, op)):
+            setattr(context.path.ops, name, out_of_memory)
 
 
 def forward_breaks_in(op):

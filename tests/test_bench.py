@@ -171,7 +171,7 @@ def test_intervals_of_a_call(virtual):
 
 
 def test_kinds_of_ops():
-    moves = {"publish", "signal", "wait", "verify", "dispatch", "combine"}
+    moves = {"publish", "signal", "wait", "wait_route_plan", "wait_reduce", "verify", "dispatch", "combine"}
     assert {op for op in OPS if timeline.kind_of(op) == timeline.COMMUNICATION} == moves
 
 

@@ -427,7 +427,7 @@ def test_rows_of_stages(smokes, how):
         parts = [row["us"] for row in rows if row["direction"] == direction and row["method"] != "whole"]
         if how == "virtual":  # of processes the slowest is shown, stage by stage
             assert sum(parts) == pytest.approx(by[direction, "whole"]["us"])
-    assert {"wait published", "signal combined"} <= {row["method"] for row in rows}
+    assert {"wait published", "wait combined"} <= {row["method"] for row in rows}
 
 
 def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
 
 import functools
+import importlib
 import inspect
 import os
 from dataclasses import replace
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_moe import BlockScaledConfig, create_context, moe, testing
-from dist_moe.path_oracle import on_device
-from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes
+from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device
+from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes, small
+from dist_moe.shapes import Small
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtual
 
@@ -121,6 +123,59 @@ def assert_layers_share_a_slot(case: Case, block_scaled, balanced: int, backend:
             outs.append([out.detach() for out in outs_TD] + [tensor.grad for tensor in x])
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+ALONE = Small(routing=False, sum=False)  # as of contexts of many tokens
+NAMES = {"routes": (2, 4), "pairs": (4, 8)}  # K, E
+
+
+@pytest.mark.parametrize("K, E", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize(("W", "slot_factor"), [(1, 1.0), (2, None), (3, 1.0)])
+def test_waits_that_share_a_launch_change_no_bit(monkeypatch, W, K, E, slot_factor, backend):
+    case = Case("small", W=W, K=K, E=W * E, routing="zipf(1.0)", slot_factor=slot_factor)
+    assert small(case.config(), W) == Small(routing=True, sum=True)
+    together = run(case.config(), case.inputs(), backend)
+    monkeypatch.setattr("dist_moe.create.small", lambda *_: ALONE)
+    assert_results_equal(together, run(case.config(), case.inputs(), backend))
+
+
+COMBINES = {"routes": "_combine_routes", "pairs": "_combine_pairs"}
+ROUTE_ALONE, REDUCE_ALONE = ["_wait", "_count", "_scan", "_place", "_plan_forward"], ["_wait", "_reduce"]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scheme", COMBINES)
+@pytest.mark.parametrize(
+    ("chosen", "route", "reduce"),
+    [
+        (None, ["_wait_route_plan"], ["_wait_reduce"]),
+        (Small(routing=True, sum=False), ["_wait_route_plan"], REDUCE_ALONE),
+        (Small(routing=False, sum=True), ROUTE_ALONE, ["_wait_reduce"]),
+        (ALONE, ROUTE_ALONE, REDUCE_ALONE),
+    ],
+    ids=["small", "small routing", "small sum", "large"],
+)
+def test_launches_of_a_forward(monkeypatch, scheme, chosen, route, reduce):
+    """7 of a small context, 12 of a large one: no signal has a launch."""
+    if chosen is not None:
+        monkeypatch.setattr("dist_moe.create.small", lambda *_: chosen)
+    importlib.import_module("dist_moe.kernels_triton")  # with it Triton's interpreter is repaired
+    GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    launched, launch = [], GridExecutor.__call__
+
+    def counted(executor, *args, **how):
+        launched.append(executor.fn.__name__)
+        return launch(executor, *args, **how)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    case = Case("one rank's", W=1, K=1 if scheme == "routes" else 2, E=4)
+    config = case.config(**FORWARD_ONLY)
+    run(config, forward_only(case.inputs()), "triton")
+    before, experts = ["_publish", *route], launched[1 + len(route) : -len(reduce)]
+    assert launched == [*before, *experts, *reduce]
+    assert [name for name in experts if name.startswith("_dispatch")] == experts[:1]
+    assert len(experts) == 4 and experts[-1] == COMBINES[scheme]  # the others are products
+    assert len(launched) == {None: 7, ALONE: 12}.get(chosen, len(launched))
 
 
 @pytest.mark.parametrize("score, expected", [(0.0, 0.0), (0.25, float("nan"))])

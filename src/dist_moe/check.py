@@ -40,7 +40,7 @@ from .path_oracle import (
 )
 from .quantized import Bundle, Quantized
 from .reference_formats import dequantize_columns, expand_rows
-from .shapes import Activation
+from .shapes import Activation, Small
 from .symm import World
 from .virtual import RankInputs, RankResults, run_virtual
 
@@ -262,10 +262,13 @@ def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: 
             counting = ExecutionOptions(swiglu_clip_stats_out_3=torch.empty(3, device=device), swiglu_clip_limit=1.0)
             inputs, options = mode.inputs(case, device), [counting] * case.W
             if mode.format is None:  # nothing but its ops: what comes out has no answer here
+                path = context.path
+                context.path = replace(path, small=Small(routing=False, sum=False))  # as of many tokens
                 weight_D = torch.linspace(0.5, 1.5, case.D, device=device).bfloat16()
                 norm = RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16, weight=weight_D)
                 norms = [ExecutionOptions(experts_output_postprocess=norm)] * case.W
                 run_virtual(case.W, config, inputs, context=context, options=norms)
+                context.path = path
                 for rank in context.ranks:  # NaN: what the next call's ops write shows
                     rank.buffer.fill_(0xFF)
             return run_virtual(case.W, config, inputs, context=context, options=options), backends

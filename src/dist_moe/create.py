@@ -25,6 +25,7 @@ from .planner import (
     plan_memory,
     routed_rows,
     slot_geometry,
+    small,
     stage_columns,
     symmetric_regions,
 )
@@ -129,6 +130,7 @@ def create_context(
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
         rows_per_expert=_rows_per_expert(config, world.size),
+        small=small(config, world.size),
         fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
     context = Context(
@@ -265,6 +267,7 @@ def _local_rank(
         stop_1=fault_F[:1],
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
         sent_S=words(shapes.NUM_STAGES),
+        finished_1=words(1),
         call_1=words(1),
         zero_1=words(1),
     )

@@ -7,6 +7,8 @@ of them. What crosses ranks, and why it is safe:
     backward  publish -> PUBLISHED -> verify -> experts (pull dy, dgrads and wgrads, push dx and dscore)
                       -> COMBINED -> reduce
 
+The last program of publish and combine sends the signal, and in contexts of few tokens the launch behind a wait of a
+forward does the waiting (Path.small).
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
@@ -24,10 +26,11 @@ from torch import Tensor
 
 from . import moe_scaled, shapes
 from .formats import ROW_ALIGNMENT, Format
+from .meeting import Signal, Wait
 from .norm import Norm
 from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
-from .shapes import Activation, Geometry
+from .shapes import Activation, Geometry, Small
 from .symm import Region
 
 DECODE_ROWS = 64  # of an expert on average, at most
@@ -54,6 +57,7 @@ class Path:
     num_sms: int | None
     preset: str | None
     rows_per_expert: int  # on average, of full calls: tells a decode context from a training one
+    small: Small  # which waits of a forward share a launch with what follows them
     fast_math: bool  # block-scaled SwiGLU with an approximate sigmoid
 
     @property
@@ -96,6 +100,7 @@ class LocalRank:
     stop_1: Tensor  # the word of the fault under which ops leave
     host_fault_F: Tensor  # pinned on a GPU
     sent_S: Tensor
+    finished_1: Tensor  # programs of a launch that ends with a signal count themselves here
     call_1: Tensor
     zero_1: Tensor
 
@@ -198,12 +203,29 @@ def row_floats(path: Path, r: LocalRank) -> Tensor:
 
 def exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
     """Every rank tells its peers that it is here, then waits for them. Two launches: none both signals and waits."""
+    if path.exchanges:
+        for r in ranks:
+            signal(path, r, stage)
+    meet(path, ranks, stage)
+
+
+def meet(path: Path, ranks: list[LocalRank], stage: int) -> None:
+    """Every rank waits for its peers; all ranks have signalled by now."""
+    if path.exchanges:
+        for r in ranks:
+            wait(path, r, stage)
+
+
+def _signal_of(path: Path, r: LocalRank, stage: int) -> Signal | None:
+    """What an op needs that ends with the signal."""
     if not path.exchanges:
-        return
-    for r in ranks:
-        signal(path, r, stage)
-    for r in ranks:
-        wait(path, r, stage)
+        return None
+    return Signal(stage, r.rank, r.signals, r.sent_S, r.header, r.fault_F, r.finished_1)
+
+
+def _wait_of(path: Path, r: LocalRank, stage: int) -> Wait | None:
+    """What an op needs that begins with the wait."""
+    return Wait(stage, r.rank, path.timeout_ns, r.signals, r.sent_S, r.fault_F) if path.exchanges else None
 
 
 def signal(path: Path, r: LocalRank, stage: int) -> None:
@@ -216,7 +238,7 @@ def wait(path: Path, r: LocalRank, stage: int) -> None:
     )
 
 
-def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tensor, **how) -> None:
+def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tensor, *, signals=True, **how) -> None:
     path.ops.publish(
         x_TD,
         c.ids_TK,
@@ -229,6 +251,7 @@ def _publish(path: Path, r: LocalRank, c: ForwardCall | BackwardCall, x_TD: Tens
         ids=r.ids,
         scores=r.scores,
         stop_1=r.stop_1,
+        then=_signal_of(path, r, shapes.PUBLISHED) if signals else None,
         **how,
     )
 
@@ -288,35 +311,10 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     for r, c in both:
         kind = (shapes.KIND_TRAIN if c.save else shapes.KIND_NO_GRAD) | (c.by_route and shapes.KIND_BY_ROUTE)
         _publish(path, r, c, c.x_TD, half=0, check_TD=c.x_TD, check_skip_1=r.stop_1, kind=kind, format=wire_format)
-    exchange(path, ranks, shapes.PUBLISHED)
+    if not path.small.routing:
+        meet(path, ranks, shapes.PUBLISHED)
     for r, c in both:
-        c.plan = ops.route(
-            ids=r.ids,
-            header=r.header,
-            rank=r.rank,
-            num_experts=path.num_experts,
-            capacity_rows=path.capacity_rows,
-            row_alignment=1 if path.format is None else ROW_ALIGNMENT,
-            fault_F=r.fault_F,
-        )
-        c.place = _new_place(path, r)
-        c.words = _words(c.place)
-        ops.plan_forward(
-            c.plan.rank_rows_W,
-            c.plan.num_rows_L,
-            rank=r.rank,
-            slot=c.slot,
-            depth=c.depth,
-            save=c.save,
-            geometry=path.geometry,
-            call_1=r.call_1,
-            slot_used_NW=r.slot_used_NW,
-            slot_layers_N=r.slot_layers_N,
-            slot_calls_NM=r.slot_calls_NM,
-            stats_S=r.stats_S,
-            place=c.place,
-            fault_F=r.fault_F,
-        )
+        _route_and_plan(path, r, c)
         if c.save:
             x_places = (r.tokens.own, r.zero_1, r.elements, c.words[shapes.PLACE_X])
             skip_x = c.words[shapes.PLACE_SKIP_X]
@@ -325,18 +323,51 @@ def forward(path: Path, ranks: list[LocalRank], calls: list[ForwardCall]) -> Non
     scores = [row_floats(path, r) for r in ranks]
     for (r, c), row_scores_R in zip(both, scores, strict=True):
         experts(path, r, c, row_scores_R)
-    exchange(path, ranks, shapes.COMBINED)
     for r, c in both:
+        waits_itself = path.small.sum and not c.by_route
+        if path.exchanges and not waits_itself:
+            wait(path, r, shapes.COMBINED)
         if c.norm is not None:
             _normalise(path, r, c)
         elif c.returns_routes:
             _take_routes(r, c.out_TD)
         else:
-            faults = {"fault_F": r.fault_F, "host_fault_F": r.host_fault_F}  # it ends the call as finish does
-            _reduce(path, r, c.out_TD, scaled=not path.dedup, dedup=path.dedup, **faults)
+            _reduce_and_finish(path, r, c.out_TD, _wait_of(path, r, shapes.COMBINED) if waits_itself else None)
         others = [c.out_TD if c.by_route else None, c.clip_stats_3]
         if outs := [out for out in others if out is not None]:
             ops.finish(r.fault_F, r.host_fault_F, outs)
+
+
+def _route_and_plan(path: Path, r: LocalRank, c: ForwardCall) -> None:
+    """Make the row maps, decide what the forward keeps and where its rows lie; a small routing waits before it."""
+    c.place = _new_place(path, r)
+    c.words = _words(c.place)
+    routing = {
+        "ids": r.ids,
+        "header": r.header,
+        "num_experts": path.num_experts,
+        "capacity_rows": path.capacity_rows,
+        "row_alignment": 1 if path.format is None else ROW_ALIGNMENT,
+    }
+    planning = {
+        "slot": c.slot,
+        "depth": c.depth,
+        "save": c.save,
+        "geometry": path.geometry,
+        "call_1": r.call_1,
+        "slot_used_NW": r.slot_used_NW,
+        "slot_layers_N": r.slot_layers_N,
+        "slot_calls_NM": r.slot_calls_NM,
+        "stats_S": r.stats_S,
+        "place": c.place,
+    }
+    faults = {"rank": r.rank, "fault_F": r.fault_F}
+    if path.small.routing:
+        after = _wait_of(path, r, shapes.PUBLISHED)
+        c.plan = path.ops.wait_route_plan(after=after, finished_1=r.finished_1, **routing, **planning, **faults)
+    else:
+        c.plan = path.ops.route(**routing, **faults)
+        path.ops.plan_forward(c.plan.rank_rows_W, c.plan.num_rows_L, **planning, **faults)
 
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
@@ -376,7 +407,10 @@ def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
     c.clip_stats_3.copy_(counts_3)
 
 
-def combine_outputs(path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, **how) -> None:
+def combine_outputs(
+    path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, *, is_last=True, **how
+) -> None:
+    """is_last: of the windows of columns; with it this rank has reached COMBINED."""
     dedup = path.dedup and not c.by_route
     path.ops.combine(
         c.plan,
@@ -389,13 +423,14 @@ def combine_outputs(path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row
         score_grads=None,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        then=_signal_of(path, r, shapes.COMBINED) if is_last else None,
         **how,
     )
 
 
 def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_score_grads_R: Tensor) -> None:
     """A row of a backward by route goes to the place that its gradient came from, which this rank alone reads: peers
-    may be at their pulls still."""
+    may be at their pulls still. With it this rank has reached COMBINED."""
     dedup = path.dedup and not c.by_route
     path.ops.combine(
         c.plan,
@@ -408,6 +443,7 @@ def combine_grads(path: Path, r: LocalRank, c: BackwardCall, rows, start_1, row_
         score_grads=None if c.by_route else r.score_grads,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
+        then=_signal_of(path, r, shapes.COMBINED),
     )
 
 
@@ -448,19 +484,37 @@ def _take_routes(r: LocalRank, out_TKD: Tensor) -> None:
     out_TKD.copy_(r.outputs.own[:T]).masked_fill_((r.ids.own[:T] < 0)[..., None], 0.0)
 
 
-def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, scaled: bool, dedup: bool, **faults: Tensor) -> None:
+def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, dedup: bool) -> None:
+    """Of a backward: the scores are in the rows."""
     path.ops.reduce(
         out_TD,
         outputs=r.pair_outputs if dedup else r.outputs,
         ids=r.ids,
-        scores=r.scores if scaled else None,
+        scores=None,
         dedup=dedup,
         num_experts=path.num_experts,
         rank=r.rank,
         stop_1=r.stop_1,
         num_sms=path.num_sms,
-        **faults,
     )
+
+
+def _reduce_and_finish(path: Path, r: LocalRank, out_TD: Tensor, after: Wait | None) -> None:
+    """The end of a forward that returns one sum: on a fault it does what finish does. A small sum waits before it."""
+    how = {
+        "outputs": r.pair_outputs if path.dedup else r.outputs,
+        "ids": r.ids,
+        "scores": None if path.dedup else r.scores,
+        "dedup": path.dedup,
+        "num_experts": path.num_experts,
+        "fault_F": r.fault_F,
+        "host_fault_F": r.host_fault_F,
+        "num_sms": path.num_sms,
+    }
+    if after is None:
+        path.ops.reduce(out_TD, rank=r.rank, stop_1=r.stop_1, **how)
+    else:
+        path.ops.wait_reduce(out_TD, after=after, finished_1=r.finished_1, **how)
 
 
 def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> None:
@@ -492,14 +546,16 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
         check = {"check_TD": restored_TD, "check_skip_1": skip_x}
         if c.by_route:
             kind = shapes.KIND_BACKWARD | shapes.KIND_BY_ROUTE
-            _publish(path, r, c, restored_TD, half=None, **check, kind=kind)
+            _publish(path, r, c, restored_TD, half=None, **check, kind=kind, signals=False)
             if c.norm is None:
                 r.outputs.own[:T] = c.grad_out_TD
             else:
                 _normalise_backward(path, r, c)
+            if path.exchanges:
+                signal(path, r, shapes.PUBLISHED)
         else:
             _publish(path, r, c, c.grad_out_TD, half=1, **check, kind=shapes.KIND_BACKWARD)
-    exchange(path, ranks, shapes.PUBLISHED)
+    meet(path, ranks, shapes.PUBLISHED)
 
     for r, c in both:
         ops.verify(header=r.header, num_tokens_max=path.num_tokens_max, rank=r.rank, fault_F=r.fault_F)
@@ -510,7 +566,7 @@ def backward(path: Path, ranks: list[LocalRank], calls: list[BackwardCall]) -> N
     for r, c in both:
         if path.exchanges:
             wait(path, r, shapes.COMBINED)
-        _reduce(path, r, c.grad_x_TD, scaled=False, dedup=path.dedup and not c.by_route)
+        _reduce(path, r, c.grad_x_TD, dedup=path.dedup and not c.by_route)
         if c.grad_scores_TK is not None:
             ops.collect_score_grads(
                 c.grad_scores_TK,
@@ -552,8 +608,6 @@ def _experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
         ops.grouped_gemm_wgrad(*dy, *g2, start_P, c.grad_w2_LDF, accumulate=c.adds_w2, **run)
     ops.grouped_gemm_dgrad(*h1, c.w13_L2FD, *dy, start_P, stop_1=r.stop_1, **path.tiles)
     combine_grads(path, r, c, *dy, row_score_grads_R)
-    if path.exchanges:
-        signal(path, r, shapes.COMBINED)
     # The weight gradient of W13 covers the peers' pushes: it stands between signal and wait.
     if c.grad_w13_L2FD is not None:
         ops.grouped_gemm_wgrad(*h1, *x, start_P, c.grad_w13_L2FD, accumulate=c.adds_w13, **run)

@@ -138,7 +138,7 @@ def experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> N
         w2 = c.w2_LDF
         how = {"w_outer_inv_L": w2.outer_inv_G, "square": w2.transposed_scales is not None, "columns": window}
         _product(path, "grouped_gemm_scaled", h2_rows, w2.values, w2.scales, h3, c, r.stop_1, **how)
-        moe.combine_outputs(path, r, c, *h3, row_scores_R, columns=window)
+        moe.combine_outputs(path, r, c, *h3, row_scores_R, columns=window, is_last=first + width >= D)
 
 
 def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
@@ -206,5 +206,3 @@ def experts_backward(path: Path, r: LocalRank, c: BackwardCall) -> None:
             )
     _product(path, "grouped_gemm_scaled_dgrad", g1_rows, w13.values, w13.transposed_scales, grad_x, c, r.stop_1)
     moe.combine_grads(path, r, c, *grad_x, row_score_grads_R)
-    if path.exchanges:
-        moe.signal(path, r, shapes.COMBINED)

@@ -50,7 +50,7 @@ from . import formats, shapes, vmm
 from .config import Config, as_int
 from .formats import ROW_ALIGNMENT, SCALE_ATOM, Format, by_name, padded_scales, row_pitch
 from .memory_plan import MemoryPlan
-from .shapes import align, cdiv
+from .shapes import Small, align, cdiv, is_small_routing, is_small_sum
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +245,16 @@ def dedup(config: Config, ep_size: int) -> bool:
     numerator, denominator = DEDUP_MIN_ROUTES
     routes_per_pair = (K * W ** (K - 1), W**K - (W - 1) ** K)
     return routes_per_pair[0] * denominator >= routes_per_pair[1] * numerator
+
+
+def small(config: Config, ep_size: int) -> Small:
+    """Which waits of a forward share a launch with what follows them: for decode, where launches are what is felt. Of
+    Config and ranks alone, never of a call's tokens, and so the same on all ranks."""
+    T, K, W = config.num_local_input_tokens, config.top_k, ep_size
+    width = min(K, W) if dedup(config, W) else K
+    return Small(
+        routing=is_small_routing(W, T, K, config.num_experts), sum=is_small_sum(W, T, width, config.hidden_dim)
+    )
 
 
 def outputs_per_token(config: Config, ep_size: int) -> int:

@@ -82,8 +82,11 @@ def publish(
     scores,
     stop_1,
     format=None,
+    then=None,
 ):
     """Write this rank's rows, resolved routes and header into its own regions; `call_1` counts up.
+
+    With `then`, the Signal PUBLISHED, the signal comes at the end, also of one that leaves.
 
     Rows go into this half of `tokens`, with a format as pack_rows quantises them; with a half of None nowhere.
 
@@ -91,21 +94,22 @@ def publish(
     dispatched as zeros, so that 0 * NaN reaches no sum. `check_TD` is the x that will be dispatched (in backward the
     restored one); nothing is checked where the device word `check_skip_1` is not 0.
     """
-    if stopped(stop_1):
-        return
     T = x_TD.shape[0]
-    call_1 += 1
-    if format is not None:
-        pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
-    elif half is not None:
-        tokens.own[half, :T] = x_TD
-    own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
-    if not stopped(check_skip_1):
-        broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
-        own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
-    ids.own[:T], scores.own[:T] = own_ids, own_scores
-    words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
-    header.own[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    if not stopped(stop_1):
+        call_1 += 1
+        if format is not None:
+            pack_rows(x_TD, format=format, out_TB=tokens.own[half, :T])
+        elif half is not None:
+            tokens.own[half, :T] = x_TD
+        own_ids, own_scores = resolve_routes(ids_TK, scores_TK, num_experts)
+        if not stopped(check_skip_1):
+            broken_T1 = ~torch.isfinite(check_TD).all(dim=1, keepdim=True)
+            own_scores = torch.where(broken_T1 & (own_ids >= 0) & (own_scores == 0), -0.0, own_scores)
+        ids.own[:T], scores.own[:T] = own_ids, own_scores
+        words = (shapes.WIRE_VERSION, config_hash, int(call_1[0]), kind, T, 0)
+        header.own[: len(words)] = torch.tensor(words, dtype=torch.int64)
+    if then is not None:
+        signal(**then.arguments)
 
 
 def signal(*, stage, rank, signals, sent_S, header, fault_F):
@@ -244,6 +248,52 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
     return plan
 
 
+def wait_route_plan(
+    *,
+    after,
+    ids,
+    header,
+    rank,
+    num_experts,
+    capacity_rows,
+    row_alignment,
+    fault_F,
+    finished_1,
+    slot,
+    depth,
+    save,
+    geometry,
+    call_1,
+    slot_used_NW,
+    slot_layers_N,
+    slot_calls_NM,
+    stats_S,
+    place,
+) -> RoutePlan:
+    """The wait `after`, unless that is None, route and plan_forward, one after another."""
+    if after is not None:
+        wait(**after.arguments)
+    routing = {"num_experts": num_experts, "capacity_rows": capacity_rows, "row_alignment": row_alignment}
+    plan = route(ids=ids, header=header, rank=rank, **routing, fault_F=fault_F)
+    plan_forward(
+        plan.rank_rows_W,
+        plan.num_rows_L,
+        rank=rank,
+        slot=slot,
+        depth=depth,
+        save=save,
+        geometry=geometry,
+        call_1=call_1,
+        slot_used_NW=slot_used_NW,
+        slot_layers_N=slot_layers_N,
+        slot_calls_NM=slot_calls_NM,
+        stats_S=stats_S,
+        place=place,
+        fault_F=fault_F,
+    )
+    return plan
+
+
 def copy_x(src, src_offset_1, dst, dst_offset_1, num_rows, width, *, stop_1, num_sms=None):
     """Copy num_rows * width BF16 elements between two places given by device offsets (elements)."""
     if stopped(stop_1):
@@ -371,14 +421,21 @@ def combine(
     stop_1,
     columns=None,
     num_sms=None,
+    then=None,
 ):
     """Push the rows back to their owners: each route into outputs[t, k], or, de-duplicated, one sum a (token, rank).
 
     The sum of a pair runs in slot order in FP32, each row times its score when `row_scores_R` is given. Backward also
     pushes the score gradients. With columns (first, width) the first columns of the rows go into those of the outputs.
+    With `then`, the Signal COMBINED, the signal comes at the end, also of one that leaves.
     """
-    if stopped(stop_1):
-        return
+    if not stopped(stop_1):
+        _push(plan, rows_XD, start_1, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, columns)
+    if then is not None:
+        signal(**then.arguments)
+
+
+def _push(plan, rows_XD, start_1, outputs, dedup, row_scores_R, row_score_grads_R, score_grads, columns) -> None:
     T_max, J, D = outputs.own.shape
     first, width = (0, D) if columns is None else columns
     rows = rows_of(rows_XD, start_1, plan.row_start_P)[:, :width]
@@ -437,6 +494,16 @@ def reduce(
             term = scores.own[:T, j, None] * term
         acc += torch.where(used[:, None], term, 0.0)
     out_TD.copy_(acc.to(out_TD.dtype))
+
+
+def wait_reduce(
+    out_TD, *, after, outputs, ids, scores, dedup, num_experts, fault_F, host_fault_F, finished_1, num_sms=None
+):
+    """The wait `after`, then the reduce that ends a call."""
+    wait(**after.arguments)
+    how = {"dedup": dedup, "num_experts": num_experts, "rank": after.rank, "stop_1": fault_F[:1]}
+    faults = {"fault_F": fault_F, "host_fault_F": host_fault_F}
+    reduce(out_TD, outputs=outputs, ids=ids, scores=scores, **how, **faults)
 
 
 def collect_score_grads(out_TK, ids_TK, *, score_grads, num_experts, stop_1):

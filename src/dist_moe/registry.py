@@ -15,7 +15,7 @@ import torch
 from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
 from .memory_plan import format_bytes
-from .planner import dedup, missing_route_bytes, output_columns, plan_memory
+from .planner import dedup, missing_route_bytes, output_columns, plan_memory, small
 from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
@@ -146,6 +146,7 @@ _TRITON_FILES = {
     "verify": "barrier",
     "route": "route",
     "plan_forward": "plan_slots",
+    "wait_route_plan": "wait_route_plan",
     "plan_backward": "plan_slots",
     "copy_x": "copy_x",
     "dispatch": "dispatch",
@@ -158,6 +159,7 @@ _TRITON_FILES = {
     "swiglu_backward": "swiglu",
     "combine": "combine",
     "reduce": "combine",
+    "wait_reduce": "combine",
     "rmsnorm_reduce": "rmsnorm",
     "rmsnorm_reduce_backward": "rmsnorm",
     "collect_score_grads": "combine",
@@ -360,6 +362,13 @@ def _outputs_in_words(config: Config, ep_size: int) -> str:
     )
 
 
+def _launches_in_words(config: Config, ep_size: int) -> str:
+    found = small(config, ep_size)
+    first = "wait, route and plan in one" if found.routing else "wait, route and plan by themselves"
+    last = "wait and reduce in one" if found.sum else "wait and reduce by themselves"
+    return f"each signal with the op before it; {first}; {last}"
+
+
 def explain(
     config: Config, ep_size: int = 1, *, device: torch.device | str | None = None, backend: str | None = None
 ) -> str:
@@ -383,6 +392,7 @@ def explain(
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
         plan, obstacle = plan_memory(config, ep_size), str(error)
     lines = [plan.explain(), f"exchange: {scheme}", f"outputs: {_outputs_in_words(config, ep_size)}"]
+    lines.append(f"launches of a forward: {_launches_in_words(config, ep_size)}")
     if obstacle:
         return "\n".join([*lines, f"ops on {where}: none, {obstacle}"])
     if config.block_scaled is not None:

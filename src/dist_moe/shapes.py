@@ -100,6 +100,45 @@ def next_power_of_2(n: int) -> int:
 
 
 @dataclass(frozen=True)
+class Small:
+    """What of a forward is so small, as of few tokens, that the wait before it is in the same launch; the words are
+    those of is_small_routing and is_small_sum."""
+
+    routing: bool
+    sum: bool
+
+
+# Launches that wait for a peer themselves. All their programs hold a place while they wait, so there are few of them.
+MOST_WAITING_PROGRAMS = 32
+SMALL_SLOTS = 4096  # of all ranks, padded: what a program of wait_route_plan keeps in registers
+SMALL_COUNTS = 4096  # ranks times experts, padded: its table of rows
+SMALL_EXPERTS = 16 * (MOST_WAITING_PROGRAMS - 1)  # of one rank, at most 16 a program
+
+
+def is_small_routing(W: int, num_tokens_max: int, K: int, num_experts: int) -> bool:
+    """Whether one launch waits, routes and plans. Of what all ranks share, so that they answer alike.
+
+    Example: 2 ranks of 128 tokens, 8 of 256 experts: 256 * 8 slots, yes; 256 tokens fill 4096, 257 are too many.
+    """
+    slots = next_power_of_2(W * num_tokens_max) * next_power_of_2(K)
+    counts = next_power_of_2(W) * next_power_of_2(num_experts)
+    if W > MOST_WAITING_PROGRAMS or num_experts // W > SMALL_EXPERTS:
+        return False
+    return slots <= SMALL_SLOTS and counts <= SMALL_COUNTS
+
+
+SMALL_SUM_BYTES = 2**20  # of `outputs` that few programs read about as fast as many launch; provisional, not measured
+
+
+def is_small_sum(W: int, num_tokens_max: int, outputs_per_token: int, hidden_dim: int) -> bool:
+    """Whether one launch waits for what the experts' ranks pushed and adds it up; all ranks answer alike.
+
+    Example: 128 tokens of 2 BF16 rows of 2048 fill it, of 7168 they do not.
+    """
+    return W <= MOST_WAITING_PROGRAMS and 2 * num_tokens_max * outputs_per_token * hidden_dim <= SMALL_SUM_BYTES
+
+
+@dataclass(frozen=True)
 class Geometry:
     """What the device-side slot planner must know of a Context: sizes in bytes, of one rank's activation buffer."""
 

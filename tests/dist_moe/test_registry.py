@@ -305,3 +305,17 @@ def test_explain_says_what_runs_and_what_is_allocated():
 @pytest.mark.interpreter
 def test_explain_says_that_kernels_are_interpreted():
     assert "triton (interpreted)" in explain(CONFIG, 2, device="cpu", backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({"num_local_input_tokens": 128}, 2, "wait, route and plan in one; wait and reduce in one"),
+        ({"num_local_input_tokens": 128, "hidden_dim": 7168}, 2, "plan in one; wait and reduce by themselves"),
+        ({"num_local_input_tokens": 8192, "hidden_dim": 32}, 1, "plan by themselves; wait and reduce in one"),
+        ({"num_local_input_tokens": 8192}, 2, "plan by themselves; wait and reduce by themselves"),
+    ],
+)
+def test_the_launches_of_a_forward_are_told(changes, ranks, words):
+    text = explain(replace(CONFIG, **changes), ranks, device="cpu", backend="reference")
+    assert "launches of a forward: each signal with the op before it" in text and words in text

@@ -1,8 +1,13 @@
 """combine and reduce: 16 bytes a thread into peers, products and sums rounded one by one (no fused multiply-add)."""
 
+from dataclasses import replace
+
 from tests.compile_check import Case
 
+from dist_moe import shapes
 from dist_moe.kernels_triton._rows import pick_row_tile
+
+from .barrier import COUNTS, ENDING, ENDS, NO_ENDING, POLLS, SENDS, SIZES
 
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NO_FUSION = {"enable_fp_fusion": False}
@@ -17,18 +22,20 @@ def nothing(*names: str) -> dict:
 
 
 def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) -> Case:
-    """With a width, a window of the columns, from rows of its width."""
+    """With a width, a window of the columns, from rows of its width, and no signal."""
     name = f"D {D} {'backward' if backward else 'forward'}" + (f" width {width}" if width else "")
-    width = width or D
+    signals, width = width is None, width or D
     tile = pick_row_tile(width)
     count = "num_routes_ptr" if pairs else "num_rows_ptr"
     integers = {"num_slots": "i32", "first_column": "i32"}
-    types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **(GRADS if backward else {})}
+    types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **SIZES, **(GRADS if backward else {})}
+    types |= ENDING | {"header_ptr": "*i64"} if signals else {}
     constexprs = {"D": D, "WIDTH": width, "PITCH": width, "BLOCK_D": tile.block_d}
     constexprs |= {} if backward else nothing(*GRADS)
+    constexprs |= ENDS if signals else NO_ENDING | nothing("header_ptr")
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, "W": 2, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {"PAIRS": tile.rows, "SOURCES": 2, **(nothing("row_scores_ptr") if backward else {})}
     else:
         types["sources"] = "i32"
         constexprs |= {"ROWS": tile.rows}
@@ -40,7 +47,7 @@ def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) 
         num_warps=tile.num_warps,
         options=tile.options | (NO_FUSION if pairs else {}),
         unaligned=(count, "start_ptr", "stop_ptr"),  # words inside larger tensors
-        expect=WIDE,
+        expect=WIDE + SENDS * signals,
         forbid=FUSED,
     )
 
@@ -80,6 +87,22 @@ def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
     )
 
 
+def wait_reduce_case(dedup: bool, D: int) -> Case:
+    case = reduce_case(dedup, not dedup, D, ends=True)
+    types = {name: kind for name, kind in case.types.items() if name != "stop_ptr"}
+    types |= dict.fromkeys(("fault_ptr", "signals_ptr", "sent_ptr", "finished_ptr"), "*i64")
+    return replace(
+        case,
+        kernel="combine:_wait_reduce",
+        types=types | {"timeout_ns": "i64", "num_ranks": "i32"},
+        constexprs={**case.constexprs, "STAGE": shapes.COMBINED, "LANES": 32 * case.num_warps},
+        options=NO_FUSION | {"maxnreg": 255},
+        unaligned=(),
+        expect=(*case.expect, POLLS, "%globaltimer", COUNTS),
+        forbid=(*case.forbid, "atom.global.sys.acquire"),
+    )
+
+
 def collect_case(ids: str, out: str) -> Case:
     integers = ("T", "num_experts", "out_stride_t", "out_stride_k", "ids_stride_t", "ids_stride_k")
     return Case(
@@ -103,6 +126,7 @@ CASES = (
     *(reduce_case(*case, ends) for case in ((False, True, 7168), (True, False, 7168)) for ends in (False, True)),
     reduce_case(False, False, 7168),
     reduce_case(False, True, 2880),
+    *(wait_reduce_case(dedup, D) for dedup in (False, True) for D in (2048, 7168)),
     collect_case("*i64", "*fp32"),
     collect_case("*i32", "*bf16"),
 )

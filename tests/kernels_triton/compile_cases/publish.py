@@ -8,6 +8,7 @@ from dist_moe.formats import MXFP8_E4M3, NVFP4, Format, packed_row_bytes
 from dist_moe.kernels_triton._scaled import format_options
 from dist_moe.kernels_triton.publish import pick_config
 
+from .barrier import ENDING, ENDS, NO_ENDING, SENDS, SIZES
 from .quantize import INEXACT
 
 TYPES = {
@@ -31,17 +32,21 @@ TYPES = {
     "ids_stride_k": "i32",
     "scores_stride_t": "i32",
     "scores_stride_k": "i32",
+    **SIZES,
 }
+WITH_SIGNAL, NO_SIGNAL = ENDING | {"signal_header_ptr": "*i64"}, NO_ENDING | {"signal_header_ptr": None}
 NO_FORMAT = {"WIRE_BYTES": 0, "ELEMENT": None, "VALUES_PER_BYTE": 1, "BLOCK": 1, "RECIPROCAL": 1.0, "TWO_LEVEL": False}
 
 
-def case(name: str, D: int, K: int, E: int, check_is_x: bool = True, copies: bool = True) -> Case:
+def case(name: str, D: int, K: int, E: int, check_is_x: bool = True, copies: bool = True, signals: bool = True) -> Case:
     config = pick_config(D, K)
     return Case(
         "publish:_publish",
-        {key: value for key, value in TYPES.items() if copies or key != "tokens_ptr"},
+        {key: value for key, value in TYPES.items() if copies or key != "tokens_ptr"}
+        | (WITH_SIGNAL if signals else {}),
         {
             **({} if copies else {"tokens_ptr": None}),
+            **(ENDS if signals else NO_SIGNAL),
             **NO_FORMAT,
             "D": D,
             "K": K,
@@ -54,7 +59,7 @@ def case(name: str, D: int, K: int, E: int, check_is_x: bool = True, copies: boo
         name=name,
         num_warps=config.num_warps,
         aligned=("x_stride_t", "check_stride_t"),
-        expect=("ld.global.v4.b32", "st.global.v4.b32") if copies else ("ld.global.v4.b32",),
+        expect=("ld.global.v4.b32", *(("st.global.v4.b32",) if copies else ()), *(SENDS if signals else ())),
         forbid=("ld.global.b16",),
     )
 
@@ -64,8 +69,9 @@ def packed_case(format: Format, D: int, K: int, E: int) -> Case:
     options = dict(config.options)
     return Case(
         "publish:_publish",
-        TYPES | {"tokens_ptr": "*u8"},
+        TYPES | {"tokens_ptr": "*u8"} | WITH_SIGNAL,
         {
+            **ENDS,
             "D": D,
             "K": K,
             "E": E,
@@ -82,7 +88,7 @@ def packed_case(format: Format, D: int, K: int, E: int) -> Case:
         num_warps=options.pop("num_warps"),
         options=options,
         aligned=("x_stride_t", "check_stride_t"),
-        expect=("ld.global.v4.b32", *(("div.rn.f32",) if format.two_level else ())),
+        expect=("ld.global.v4.b32", *SENDS, *(("div.rn.f32",) if format.two_level else ())),
         forbid=("ld.global.b16", *INEXACT),
     )
 
@@ -90,7 +96,8 @@ def packed_case(format: Format, D: int, K: int, E: int) -> Case:
 CASES = (
     case("forward", 7168, 8, 256),
     case("backward", 7168, 8, 256, check_is_x=False),
-    case("backward by route", 7168, 8, 256, copies=False),
+    case("backward by route", 7168, 8, 256, copies=False, signals=False),
+    case("without a signal", 7168, 8, 256, signals=False),
     case("D-2880", 2880, 4, 128),
     case("D-32", 32, 8, 64),
     case("many-routes", 2048, 2048, shapes.MAX_EXPERTS),
