@@ -11,11 +11,11 @@ filled across tiles by TMA while eight multiply, and a tile leaves through share
 the next tile. Plain Triton can have neither: its loop over steps drains at every tile, and the masked tail of a tile
 is a step that nothing overlaps.
 
-Where it accumulates, the old tile comes by TMA into the place in shared memory from which the new one leaves, under
-products: with two places it is fetched a tile ahead, with one after the first steps of its own tile. The order there:
-    products of a tile -> its old values read, the new ones written over them, both by all eight warps
-    -> fence and barrier -> its TMA store -> store_wait: read out of shared memory -> barrier -> TMA load into the place
-    -> mbarrier `old` of the place -> old values of the tile that has the place next are read
+Where it accumulates, the old tile comes by TMA, under the products of its own tile, into the place in shared memory
+from which the new one leaves. The order there:
+    old values read, new ones written over them, both by all eight warps -> fence and barrier -> TMA store
+    -> in a step of the next tile, store_wait: read out of shared memory -> barrier -> TMA load
+    -> mbarrier `old` -> old values read
 so the async proxy never writes what a warp or a store still reads. All of it is issued by the multiplying warps, since
 a store is waited for by the threads that issued it.
 
@@ -45,12 +45,9 @@ from ._device import begin, delay, num_programs
 from ._launch import launched
 from .grouped_gemm import Config, check_wgrad
 
-# By dtype and whether it accumulates: the config, and how many tiles on their way in or out have a place.
 CONFIGS = {
-    (torch.bfloat16, False): (Config(128, 256, 64, num_warps=8, num_stages=3), 1),
-    (torch.bfloat16, True): (Config(128, 256, 64, num_warps=8, num_stages=3), 1),
-    (torch.float32, False): (Config(128, 128, 64, num_warps=8, num_stages=4), 1),
-    (torch.float32, True): (Config(128, 128, 64, num_warps=8, num_stages=3), 2),
+    torch.bfloat16: Config(128, 256, 64, num_warps=8, num_stages=3),
+    torch.float32: Config(128, 128, 64, num_warps=8, num_stages=4),
 }
 # By their names in newer Tritons, or in 3.6.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -60,7 +57,7 @@ _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 PRODUCER_REGISTERS = gl.constexpr(40)
 GROUP_M = 4
-FETCH_STEP = gl.constexpr(2)  # with one place: in which step of its tile the old one is fetched
+FETCH_STEP = gl.constexpr(2)  # of a tile: in which its old values are fetched
 
 
 @gluon.jit
@@ -128,30 +125,7 @@ def _keep_rows(ring_stage, num_rows):
 
 
 @gluon.jit
-def _fetch(out_desc, expert, m, n, out_tiles, old, use):
-    """An old tile on its way into the place of the use-th tile, once all stores have been read out of theirs."""
-    PLACES: gl.constexpr = out_tiles.shape[0]
-    tma.store_wait(0)
-    _barrier()
-    mbarrier.expect(old.index(use % PLACES), out_desc.block_type.nbytes)
-    _load(out_desc, [expert, m, n], old.index(use % PLACES), out_tiles.index(use % PLACES))
-
-
-@gluon.jit
-def _fetch_for(
-    tile, use, tiles, out_desc, out_tiles, old, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr
-):
-    """_fetch for a tile that may be behind the last, or of an expert without rows."""
-    rows_ptrs, num_tiles, N, K = tiles
-    if tile < num_tiles:
-        BLOCK_M: gl.constexpr = out_tiles.shape[2]
-        expert, m, n, row_start, row_end = _tile(tile, rows_ptrs, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-        if row_start < row_end:
-            _fetch(out_desc, expert, m, n, out_tiles, old, use)
-
-
-@gluon.jit
-def _multiply(tiles, rings, out_desc, out_tiles, old, ACCUMULATE: gl.constexpr, GROUP_M: gl.constexpr):
+def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, GROUP_M: gl.constexpr):
     """Eight warps: the products of every tile, and its way out."""
     rows_ptrs, num_tiles, N, K = tiles
     dy_ring, x_ring, full, empty = rings
@@ -160,16 +134,12 @@ def _multiply(tiles, rings, out_desc, out_tiles, old, ACCUMULATE: gl.constexpr, 
     BLOCK_M: gl.constexpr = dy_ring.shape[2]
     BLOCK_N: gl.constexpr = x_ring.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_N, 16])
-    PLACES: gl.constexpr = out_tiles.shape[0]
-    FETCH_AHEAD: gl.constexpr = ACCUMULATE and PLACES > 1
+    out_MN = out_tile.reshape([BLOCK_M, BLOCK_N])
     step = 0
-    use = 0  # tiles that have had a place
-    if FETCH_AHEAD:
-        _fetch_for(gl.program_id(0), use, tiles, out_desc, out_tiles, old, BLOCK_N, BLOCK_K, GROUP_M)
+    num_fetched = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
         expert, m, n, row_start, row_end = _tile(tile, rows_ptrs, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-        next_tile = tile + gl.num_programs(0)
         if row_start < row_end or not ACCUMULATE:
             fetch_row = row_start + gl.minimum(FETCH_STEP, gl.cdiv(row_end - row_start, BLOCK_K) - 1) * BLOCK_K
             acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=ACC)
@@ -182,29 +152,26 @@ def _multiply(tiles, rings, out_desc, out_tiles, old, ACCUMULATE: gl.constexpr, 
                     fence_async_shared()
                     _barrier()
                 acc = warpgroup_mma(dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True)
-                if ACCUMULATE and not FETCH_AHEAD:
+                if ACCUMULATE:
                     if row == fetch_row:
-                        _fetch(out_desc, expert, m, n, out_tiles, old, use)
+                        tma.store_wait(0)
+                        _barrier()
+                        mbarrier.expect(old, out_desc.block_type.nbytes)
+                        _load(out_desc, [expert, m, n], old, out_tile)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row > row_start)
                 step += 1
-            if FETCH_AHEAD:
-                _fetch_for(next_tile, use + 1, tiles, out_desc, out_tiles, old, BLOCK_N, BLOCK_K, GROUP_M)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row_start < row_end)
-            out_tile = out_tiles.index(use % PLACES)
-            out_MN = out_tile.reshape([BLOCK_M, BLOCK_N])
             if ACCUMULATE:
-                mbarrier.wait(old.index(use % PLACES), use // PLACES & 1)
+                mbarrier.wait(old, num_fetched & 1)
+                num_fetched += 1
                 acc += out_MN.load(ACC).to(gl.float32)
             else:
                 tma.store_wait(0)
             out_MN.store(acc.to(out_desc.dtype))
             fence_async_shared()
             _store(out_desc, [expert, m, n], out_tile)
-            use += 1
-        elif FETCH_AHEAD:
-            _fetch_for(next_tile, use, tiles, out_desc, out_tiles, old, BLOCK_N, BLOCK_K, GROUP_M)
     tma.store_wait(0)
 
 
@@ -224,7 +191,6 @@ def _wgrad_kernel(
     K,
     ACCUMULATE: gl.constexpr,
     STAGES: gl.constexpr,
-    PLACES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     """Program p takes tiles p, p + programs, ... of the [L, N, K] outputs; example: grouped_gemm._wgrad_kernel."""
@@ -236,13 +202,12 @@ def _wgrad_kernel(
     BLOCK_N: gl.constexpr = x_desc.block_type.shape[1]
     dy_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_M], dy_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_K, BLOCK_N], x_desc.layout)
-    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [PLACES, 1, BLOCK_M, BLOCK_N], out_desc.layout)
+    out_tile = gl.allocate_shared_memory(out_desc.dtype, [1, BLOCK_M, BLOCK_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if ACCUMULATE:
-        old = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-        for place in gl.static_range(PLACES):
-            mbarrier.init(old.index(place), count=1)
+        old = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(old, count=1)
     else:  # a barrier that nothing waits for would lie where the partitions' arguments are passed
         old = full
     for stage in gl.static_range(STAGES):
@@ -256,7 +221,7 @@ def _wgrad_kernel(
     rings = (dy_ring, x_ring, full, empty)
     gl.warp_specialize(
         [
-            (_multiply, (tiles, rings, out_desc, out_tiles, old, ACCUMULATE, GROUP_M)),
+            (_multiply, (tiles, rings, out_desc, out_tile, old, ACCUMULATE, GROUP_M)),
             (_produce, (tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M)),
         ],
         [1],
@@ -279,8 +244,7 @@ def _launch(
 ):
     check_wgrad(dy_XN, x_XK, out_LNK)
     L, N, K = out_LNK.shape
-    best, places = CONFIGS[out_LNK.dtype, accumulate]
-    config = config or best
+    config = config or CONFIGS[out_LNK.dtype]
     _wgrad_kernel[(num_programs(dy_XN.device, num_sms),)](
         _descriptor(dy_XN, config.block_k, config.block_m),
         dy_start_1,
@@ -295,7 +259,6 @@ def _launch(
         K,
         ACCUMULATE=accumulate,
         STAGES=config.num_stages,
-        PLACES=places,
         GROUP_M=GROUP_M,
         num_warps=config.num_warps,
     )

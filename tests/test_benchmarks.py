@@ -418,7 +418,10 @@ def test_rows_of_four_processes_under_skew(smokes):
 def test_rows_of_stages(smokes, how):
     rows = lines(smokes[how], "stages")
     by = {(row["direction"], row["method"]): row for row in rows}
-    counted = {"forward": ("w13", "swiglu", "w2", "dispatch"), "backward": ("wgrad_w2", "dgrad_w13", "swiglu_backward")}
+    counted = {
+        "forward": ("grouped_gemm_swiglu", "w2", "dispatch"),
+        "backward": ("wgrad_w2", "dgrad_w13", "swiglu_backward"),
+    }
     for direction, names in counted.items():
         assert all(by[direction, name].keys() >= FIELDS | RATES for name in names)
         parts = [row["us"] for row in rows if row["direction"] == direction and row["method"] != "whole"]

@@ -1,6 +1,7 @@
 """What only a GPU can show: graphs, streams, large offsets, no host synchronisation."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -252,14 +253,21 @@ def test_sizes_around_a_power_of_two(T_max, tokens):
     assert torch.equal(out, torch.cat(parts))
 
 
+def settled_memory() -> int:
+    """Allocated bytes, without what earlier tests left in cycles and what the engine's thread lets go of only when it
+    gets the interpreter: the graph of the last step."""
+    torch.cuda.synchronize()
+    gc.collect()
+    time.sleep(0.1)
+    return torch.cuda.memory_allocated()
+
+
 def test_thousand_calls_hold_the_same_memory():
     with create_context(group=None, config=config()) as context:
         sets = [tensors(seed, name) for seed, name in REPLAYS]
         grad = torch.randn(T, D, device="cuda").bfloat16()
         wanted = [step(one, grad, context) for one in sets]
-        torch.cuda.synchronize()
-        gc.collect()  # what earlier tests left in cycles
-        before = torch.cuda.memory_allocated()
+        before = settled_memory()
         for call in range(1000):
             which = call % len(sets)
             found = step(sets[which], grad, context)
@@ -267,7 +275,7 @@ def test_thousand_calls_hold_the_same_memory():
                 assert all(torch.equal(a, b) for a, b in zip(found, wanted[which], strict=True))
         del found
         context.check()
-        assert torch.cuda.memory_allocated() == before
+        assert settled_memory() == before
 
 
 def test_virtual_ranks_are_differentiable():

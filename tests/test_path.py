@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import BlockScaledConfig, create_context, testing
+from dist_moe import BlockScaledConfig, create_context, moe, testing
 from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes, small
 from dist_moe.shapes import Small
@@ -281,7 +281,7 @@ def test_inference_context_equals_training_context(K, E, backend):
 )
 def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block_scaled, sms_backend):
     """Saved and recomputed, so that every op of the path runs."""
-    backend, products = sms_backend, {"dispatch", "swiglu", "grouped_gemm_wgrad"}
+    backend, products = sms_backend, {"dispatch", "grouped_gemm_swiglu", "grouped_gemm_wgrad"}
     if block_scaled is not None:
         products = {"quantize_received", "swiglu_quantize", "grouped_gemm_scaled_wgrad"}
     for slot_factor in (1.0, None):
@@ -298,6 +298,21 @@ def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block
         assert set(seen.values()) == {(1,)}
 
 
+@pytest.mark.parametrize("slot_factor", [1.0, None], ids=["saved", "recomputed"])
+def test_bits_are_the_same_with_swiglu_in_a_launch_of_its_own(backend, slot_factor, monkeypatch):
+    """As in contexts of many rows; with num_sms, which reaches it."""
+    case = Case("apart", K=4, E=8, T=20, slot_factor=slot_factor)
+    fused = run(case.config(), case.inputs(), backend)
+    monkeypatch.setattr(moe, "DECODE_ROWS", 0)
+    config = case.config(num_sms=1)
+    with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
+        seen = {}
+        for op, function in ops_taking("num_sms", context):
+            setattr(context.path.ops, op, recording(seen, op, function))
+        assert_results_equal(run(config, case.inputs(), backend, context), fused)
+    assert "swiglu" in seen and "grouped_gemm_swiglu" not in seen
+
+
 def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
     preset = "1cta1mma_bm64_bn128"
     case = Case("preset", K=4, E=8, T=20)
@@ -307,7 +322,7 @@ def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
         for op, function in ops_taking("preset", context):
             setattr(context.path.ops, op, functools.partial(with_preset, seen, op, function))
         assert_results_close(run(config, case.inputs(), backend, context), dense(case, case.inputs()))
-    assert seen == {("grouped_gemm", preset), ("grouped_gemm_dgrad", preset)}
+    assert seen == {(op, preset) for op in ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad")}
 
 
 def with_preset(seen: set, op: str, function, *args, preset=None, **options):

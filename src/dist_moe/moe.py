@@ -33,6 +33,8 @@ from .route_plan import RoutePlan
 from .shapes import Activation, Geometry, Small
 from .symm import Region
 
+DECODE_ROWS = 64  # of an expert on average, at most
+
 _ONE_BY_ONE = {words: [1] * words for words in (shapes.PLACE_WORDS, shapes.SCALED_PLACE_WORDS)}
 
 
@@ -62,6 +64,12 @@ class Path:
     def format(self) -> Format | None:
         """Of block-scaled execution."""
         return self.geometry.format
+
+    @property
+    def fuses_swiglu(self) -> bool:
+        """W13 with SwiGLU in its epilogue: in decode. With many rows the epilogue, which no product covers, costs what
+        the pass over h1 does (docs/performance.md)."""
+        return self.rows_per_expert <= DECODE_ROWS
 
     @property
     def tiles(self) -> dict:
@@ -370,13 +378,14 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     h2 = (r.rows[F], c.words[shapes.PLACE_H2])
     h3 = (r.rows[D], c.words[shapes.PLACE_H3])
     _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
-    if c.clip_stats_3 is None:
+    if path.fuses_swiglu and c.clip_stats_3 is None:
         x = (r.rows[D], c.words[shapes.PLACE_XR])
         how = {"keep_h1": c.save, "activation": path.activation, "stop_1": r.stop_1}
         ops.grouped_gemm_swiglu(*x, c.w13_L2FD, *h1, *h2, c.plan.row_start_P, **how, **path.tiles)
     else:
         _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
-        count_clips(path, r, c)
+        if c.clip_stats_3 is not None:
+            count_clips(path, r, c)
         ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
     ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
     combine_outputs(path, r, c, *h3, row_scores_R)

@@ -11,6 +11,11 @@ def _gain(norm: Norm) -> Tensor:
     return (norm.weight_D.float() + norm.gain_center).to(torch.bfloat16).float()
 
 
+def _mean(total: Tensor, count: int) -> Tensor:
+    """Divided, which torch on a GPU does by a tensor alone: by a number it multiplies with the inverse."""
+    return total / torch.full((), count, dtype=torch.float32, device=total.device)
+
+
 def _normalised(rows_TKD: Tensor, norm: Norm, rstd_TK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """FP32: the rows with their gain, rounded to BF16; 1 / rms, unless given; their product."""
     h = rows_TKD.float()
@@ -19,7 +24,7 @@ def _normalised(rows_TKD: Tensor, norm: Norm, rstd_TK: Tensor | None = None) -> 
     if rstd_TK is None:
         squares = h.double() if norm.use_kahan else h
         total = squares.square().sum(dim=2).float()
-        mean = total / rows_TKD.shape[2] + norm.eps
+        mean = _mean(total, rows_TKD.shape[2]) + norm.eps
         rstd_TK = 1.0 / mean.double().sqrt().float()  # rounded once, which torch.sqrt of FP32 on a CPU is not
     return h, rstd_TK, h * rstd_TK[..., None]
 
@@ -76,7 +81,7 @@ def rmsnorm_reduce_backward(
     gy_T1D = grad_out_TD.float()[:, None]
     grad_scores = (gy_T1D * hat.to(norm.dtype).float()).sum(dim=2)
     u = (scores_TK[:T, :, None] * gy_T1D).to(norm.dtype).float()
-    grad_h = (u - hat * ((hat * u).sum(dim=2, keepdim=True) / D)) * rstd[..., None]
+    grad_h = (u - hat * _mean((hat * u).sum(dim=2, keepdim=True), D)) * rstd[..., None]
     grad_rows = grad_h if norm.weight_D is None else grad_h * _gain(norm)
     grad_rows_TKD[:T] = torch.where(used_TK[..., None], grad_rows.to(grad_rows_TKD.dtype), grad_rows_TKD[:T])
     grad_scores_TK[:T] = torch.where(used_TK, grad_scores, grad_scores_TK[:T])

@@ -140,10 +140,10 @@ def test_every_launched_kernel_waits_first_for_the_launch_before_it():
             reached |= more
         return bool(reached & {"poll", "poll_lanes"})
 
-    polling = set()
+    polling, launched = set(), launched_kernels(KERNELS)
     for path, of_file in kernels.items():
         for name, node in of_file.items():
-            if f"{path.stem}:{name}" in launched_kernels(KERNELS):
+            if f"{path.stem}:{name}" in launched:
                 first = ast.unparse(node.body[ast.get_docstring(node) is not None])
                 polling |= {name} if polls(node) else set()
                 wanted = "begin(next_may_launch=False)" if polls(node) else "begin()"

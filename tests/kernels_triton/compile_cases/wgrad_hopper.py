@@ -13,7 +13,7 @@ def desc(dtype: torch.dtype, *block: int) -> str:
 
 
 def case(dtype: torch.dtype, accumulate: bool, expanded: bool = False) -> Case:
-    config, places = CONFIGS[dtype, accumulate]
+    config = CONFIGS[dtype]
     return Case(
         "wgrad_hopper:_wgrad_kernel",
         {
@@ -33,7 +33,6 @@ def case(dtype: torch.dtype, accumulate: bool, expanded: bool = False) -> Case:
             **({} if expanded else {"num_rows_ptr": None}),
             "ACCUMULATE": accumulate,
             "STAGES": config.num_stages,
-            "PLACES": places,
             "GROUP_M": GROUP_M,
         },
         name=f"{config.block_m}x{config.block_n}-{NAMES[dtype]}-{'accumulate' if accumulate else 'overwrite'}"
@@ -51,4 +50,6 @@ def case(dtype: torch.dtype, accumulate: bool, expanded: bool = False) -> Case:
     )
 
 
-CASES = tuple(case(*how, expanded) for how in CONFIGS for expanded in (False, True))
+CASES = tuple(
+    case(dtype, accumulate, expanded) for dtype in CONFIGS for accumulate in (False, True) for expanded in (False, True)
+)
