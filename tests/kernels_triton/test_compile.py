@@ -131,14 +131,19 @@ def test_every_launched_kernel_waits_first_for_the_launch_before_it():
     kernels = {path: jit_functions(path.read_text()) for path in KERNELS.glob("*.py")}
     functions = {name: node for of_file in kernels.values() for name, node in of_file.items()}
 
-    def polls(node: ast.FunctionDef) -> bool:
-        called = {call.func.id for call in ast.walk(node) if isinstance(call, ast.Call) and hasattr(call.func, "id")}
-        return bool(called & {"poll", "poll_lanes"}) or any(polls(functions[name]) for name in called & {*functions})
+    def calls(node: ast.FunctionDef) -> set[str]:
+        return {call.func.id for call in ast.walk(node) if isinstance(call, ast.Call) and hasattr(call.func, "id")}
 
-    polling = set()
+    def polls(node: ast.FunctionDef) -> bool:
+        reached = calls(node)
+        while more := set().union(*(calls(functions[name]) for name in reached & {*functions})) - reached:
+            reached |= more
+        return bool(reached & {"poll", "poll_lanes"})
+
+    polling, launched = set(), launched_kernels(KERNELS)
     for path, of_file in kernels.items():
         for name, node in of_file.items():
-            if f"{path.stem}:{name}" in launched_kernels(KERNELS):
+            if f"{path.stem}:{name}" in launched:
                 first = ast.unparse(node.body[ast.get_docstring(node) is not None])
                 polling |= {name} if polls(node) else set()
                 wanted = "begin(next_may_launch=False)" if polls(node) else "begin()"
