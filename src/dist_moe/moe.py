@@ -68,8 +68,8 @@ class Path:
     @property
     def fuses_swiglu(self) -> bool:
         """W13 with SwiGLU in its epilogue: in decode. With many rows the epilogue, which no product covers, costs what
-        the pass over h1 does (docs/performance.md)."""
-        return self.rows_per_expert <= DECODE_ROWS
+        the pass over h1 does (docs/performance.md); a preset asks for tiles that it does not have."""
+        return self.rows_per_expert <= DECODE_ROWS and self.preset is None
 
     @property
     def tiles(self) -> dict:
@@ -380,8 +380,8 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
     if path.fuses_swiglu and c.clip_stats_3 is None:
         x = (r.rows[D], c.words[shapes.PLACE_XR])
-        how = {"keep_h1": c.save, "activation": path.activation, "stop_1": r.stop_1}
-        ops.grouped_gemm_swiglu(*x, c.w13_L2FD, *h1, *h2, c.plan.row_start_P, **how, **path.tiles)
+        how = {"keep_h1": c.save, "activation": path.activation}
+        ops.grouped_gemm_swiglu(*x, c.w13_L2FD, *h1, *h2, c.plan.row_start_P, **how, **run)
     else:
         _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)
         if c.clip_stats_3 is not None:

@@ -358,9 +358,7 @@ def grouped_gemm_swiglu(
     keep_h1,
     activation,
     stop_1,
-    preset=None,
     num_sms=None,
-    rows_per_expert=None,
 ):
     """grouped_gemm of x and W13, then swiglu; h1 is written where it is kept."""
     if stopped(stop_1):
