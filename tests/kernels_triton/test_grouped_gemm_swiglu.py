@@ -7,7 +7,7 @@ import torch
 
 from dist_moe import reference
 from dist_moe.kernels_triton import grouped_gemm, swiglu
-from dist_moe.kernels_triton.grouped_gemm_swiglu import grouped_gemm_swiglu
+from dist_moe.kernels_triton.grouped_gemm_swiglu import TILE, grouped_gemm_swiglu
 from dist_moe.shapes import Activation
 from dist_moe.testing import assert_close
 
@@ -60,7 +60,8 @@ class Problem:
 
     def one_by_one(self, activation=ACTIVATIONS[0]):
         def chain(x, x_start, w13, h1, h1_start, h2, h2_start, start_P):
-            grouped_gemm.grouped_gemm(x, x_start, w13, h1, h1_start, start_P, stop_1=self.stop)
+            how = {"config": grouped_gemm.CONFIGS[TILE], "stop_1": self.stop}
+            grouped_gemm.grouped_gemm(x, x_start, w13, h1, h1_start, start_P, **how)
             swiglu.swiglu(h1, h1_start, h2, h2_start, start_P, activation=activation, stop_1=self.stop)
 
         return self.run(chain)
