@@ -3,7 +3,7 @@
 from tests.compile_check import Case
 
 from dist_moe.kernels_triton.grouped_gemm import CONFIGS, GROUP_M
-from dist_moe.kernels_triton.grouped_gemm_swiglu import TILE
+from dist_moe.kernels_triton.grouped_gemm_swiglu import OPTIONS, TILE
 
 from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
 
@@ -33,7 +33,7 @@ def case(keep_h1: bool, clamped: bool) -> Case:
         name=f"{'clamped' if clamped else 'plain'}{' keeps h1' * keep_h1}",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        options={"enable_fp_fusion": False},
+        options=OPTIONS,
         aligned=("D", "F"),
         unaligned=("x_start_ptr", "h1_start_ptr", "h2_start_ptr", "stop_ptr"),
         expect=(TMA_2D, "cp.async.bulk.tensor.4d", STORE),
