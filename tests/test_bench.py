@@ -166,8 +166,8 @@ def test_intervals_of_a_call(virtual):
     assert starts == sorted(starts) and starts[0] >= 0 and all(row["us"] > 0 for row in one)
     stages = {(row["direction"], row["stage"]): row["kind"] for row in one}
     assert stages["forward", "dispatch"] == stages["backward", "combine"] == timeline.COMMUNICATION
-    assert stages["forward", "w13"] == stages["backward", "wgrad_w2"] == timeline.COMPUTE
-    assert sum((row["direction"], row["stage"]) == ("forward", "w13") for row in one) == 2  # of two virtual ranks
+    assert stages["forward", "w2"] == stages["backward", "wgrad_w2"] == timeline.COMPUTE
+    assert sum((row["direction"], row["stage"]) == ("forward", "w2") for row in one) == 2  # of two virtual ranks
 
 
 def test_kinds_of_ops():
