@@ -421,24 +421,12 @@ def route(*, ids, header, rank, num_experts, capacity_rows, row_alignment=1, fau
     blocks_of_rank = cdiv(T_max, config.block_t)
     num_blocks = W * blocks_of_rank
 
-    def table(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    plan = RoutePlan(
-        row_start_P=table(L + 1),
-        num_rows_L=table(L),
-        rank_rows_W=table(W, dtype=torch.int64),
-        num_routes_1=table(1),
-        num_pairs_1=table(1),
-        row_to_slot_R=table(capacity_rows),
-        pair_rows_R=table(capacity_rows),
-        pair_start_R=table(capacity_rows),
-        pair_output_R=table(capacity_rows),
-    )
+    plan = RoutePlan.empty(W, L, capacity_rows, device)
     # What the launches tell each other, in one allocation; every part starts at a multiple of 16 bytes.
     B, ids_words = align(num_blocks, 4), align(cdiv(W * T_max * K, 2), 4)
     sizes = [ids_words, B * (L + 1), B * L, B * num_groups, B, B, B, B, num_experts if aligned else 0]
-    own_ids, below_BP, earlier_BL, group_rows_BG, *by_block, expert_rows_E = table(sum(sizes)).split_with_sizes(sizes)
+    words = torch.empty((sum(sizes),), dtype=torch.int32, device=device)
+    own_ids, below_BP, earlier_BL, group_rows_BG, *by_block, expert_rows_E = words.split_with_sizes(sizes)
     ids_WTK, (pairs_B, invalid_B, first_pair_B, first_route_B) = own_ids.view(torch.int16), by_block
 
     _count[(num_blocks + 1,)](

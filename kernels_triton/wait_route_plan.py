@@ -17,7 +17,6 @@ Reads peers' `ids` and `header` behind its own wait; writes local memory only. E
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
@@ -293,25 +292,12 @@ def wait_route_plan(
     Order:   after this rank's signal PUBLISHED, before its signal COMBINED.
     Source:  reference.wait_route_plan.
     """
-    W, (T_max, K), device = len(ids.peers), ids.own.shape, ids.own.device
+    W, (T_max, K) = len(ids.peers), ids.own.shape
     L = num_experts // W
     assert shapes.is_small_routing(W, T_max, K, num_experts), (W, T_max, K, num_experts)
     config = pick_config(W, T_max, K, L)
 
-    def table(*shape, dtype=torch.int32):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    plan = RoutePlan(
-        row_start_P=table(L + 1),
-        num_rows_L=table(L),
-        rank_rows_W=table(W, dtype=torch.int64),
-        num_routes_1=table(1),
-        num_pairs_1=table(1),
-        row_to_slot_R=table(capacity_rows),
-        pair_rows_R=table(capacity_rows),
-        pair_start_R=table(capacity_rows),
-        pair_output_R=table(capacity_rows),
-    )
+    plan = RoutePlan.empty(W, L, capacity_rows, ids.own.device)
     words = (call_1, slot_used_NW, slot_layers_N, slot_calls_NM, stats_S, place)
     sizes, options = forward_arguments(geometry, rank, slot, depth, save, W, L, slot_calls_NM)
     _wait_route_plan[(cdiv(L, 4 * config.words) + 1,)](

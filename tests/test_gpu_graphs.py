@@ -162,9 +162,7 @@ def test_make_graphed_callables(accumulates, precision):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("how", [config(), serving()], ids=["training", "inference"])
-def test_a_compiled_block_of_twenty_sizes(how, mode, monkeypatch):
-    # Its padding of products asks on which side of the router's four experts T is: a guard, and so a compilation more.
-    monkeypatch.setattr(torch._inductor.config, "shape_padding", False)
+def test_a_compiled_block_of_twenty_sizes(how, mode):
     sizes = [7, 20, 5, 32, 2, 31, 3, 30, 11, 29, 4, 28, 17, 27, 6, 26, 8, 25, 9, 24]
     torch._dynamo.reset()
     with create_context(group=None, config=how) as context:

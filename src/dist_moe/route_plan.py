@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -39,6 +40,16 @@ class RoutePlan:
     pair_rows_R: Tensor
     pair_start_R: Tensor
     pair_output_R: Tensor
+
+    @classmethod
+    def empty(cls, W: int, L: int, capacity_rows: int, device: torch.device) -> "RoutePlan":
+        """Tables of undefined words, for W ranks and L local experts."""
+
+        def table(size: int, dtype=torch.int32) -> Tensor:
+            return torch.empty((size,), dtype=dtype, device=device)
+
+        starts = (table(L + 1), table(L), table(W, torch.int64), table(1), table(1))
+        return cls(*starts, *(table(capacity_rows) for _ in range(4)))
 
     @property
     def num_local_experts(self) -> int:
