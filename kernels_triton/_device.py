@@ -29,7 +29,6 @@ _RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
 _THROUGH_BF16 = tl.constexpr(
     "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
 )
-_LET_NEXT_LAUNCH = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 _AWAIT_PREVIOUS = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
@@ -43,17 +42,14 @@ DELAY_NS = tl.constexpr(_delay_ns(os.environ.get(DELAY_VARIABLE, "0")))
 
 
 @triton.jit
-def begin(next_may_launch: tl.constexpr = True):
+def begin():
     """The first statement of every launched kernel: the launch before it has ended, and what it wrote is visible.
 
-    _launch launches a kernel while the one before it in the stream still runs, once all programs of that one have
-    begun (programmatic dependent launch): the way from the host's queue to the SMs is covered, and here its programs
-    wait. A launch ends after its own wait, so all earlier ones have ended too. next_may_launch=False in launches that
-    wait for a peer: the next kernel's programs would sit beside it and hold SMs that another stream may need to let
-    that peer go on.
+    _launch launches a kernel as soon as all programs of the one before it in the stream have left (programmatic
+    dependent launch), before what they wrote has settled; that is awaited here. A launch ends after its own wait, so
+    all earlier ones have ended too. None lets the next one launch earlier (griddepcontrol.launch_dependents), which made
+    large calls slower: docs/performance.md.
     """
-    if next_may_launch:
-        tl.inline_asm_elementwise(_LET_NEXT_LAUNCH, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(_AWAIT_PREVIOUS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -182,5 +178,4 @@ if is_interpreting():
     register_asm(_SLEEP_NS.value, _sleep)
     register_asm(_RECIPROCAL.value, _divide_one)
     register_asm(_THROUGH_BF16.value, lambda v: decode(encode(v, tl.bfloat16), tl.bfloat16))
-    register_asm(_LET_NEXT_LAUNCH.value, lambda: np.zeros(1, np.int32))
     register_asm(_AWAIT_PREVIOUS.value, lambda: np.zeros(1, np.int32))

@@ -153,7 +153,7 @@ def _wait(
     Example (W = 2, stage 1, sent = [5, 5, 0], target 10): flags [10, 8] pass rank 0 and time out on rank 1, fault words
     TIMEOUT | 1 << 8, 1, 5; flags [10, 11] end with ABORTED | 1 << 8, 1.
     """
-    begin(next_may_launch=False)
+    begin()
     w = tl.program_id(0)
     delay(w)
     target = tl.load(sent_ptr + STAGE) * 2
@@ -200,8 +200,7 @@ def wait_for_all(
     What a program loads afterwards is as its peers stored it before they signalled: the lanes acquire, and the
     reduction of a round and the barrier at the end stand between them and the other threads. A program of several warps
     must not part in the loop, so nothing that a thread sees for itself decides: flags, fault and clock, the last two
-    those of lane 0, are added up over the lanes, and the sum is one for all. The launch begins with
-    begin(next_may_launch=False) and has at most 32 programs.
+    those of lane 0, are added up over the lanes, and the sum is one for all. The launch has at most 32 programs.
     Run one after another, programs end within one deadline: the first to miss a peer sets the fault, the others leave.
 
     Example (W = 2, target 10): flags [10, 8] are 1 lane missing; [10, 11] an abort of this generation, which

@@ -331,7 +331,7 @@ def _wait_reduce(
     At the deadline one program may miss a peer which another one has met. So the last to finish looks at the fault
     again: it tells the host, and NaN goes over what others summed.
     """
-    begin(next_may_launch=False)
+    begin()
     runs = wait_for_all(signals_ptr, sent_ptr, fault_ptr, timeout_ns, num_ranks, STAGE, LANES)
     if runs:
         sum_tokens(

@@ -182,7 +182,7 @@ def _wait_route_plan(
     slots 0, 1, 1, -, 1, 0; the word has fields 2 and 3, firsts 0 and 2, rows 0, 2, 3, -, 4, 1; routes before each slot
     0, 1, 2, 3, 3, 4, so pair_rows = [0, 2, 3, 4, 1], pair_start = [0, 2, 3].
     """
-    begin(next_may_launch=False)
+    begin()
     tile = tl.program_id(0)
     runs = tl.load(fault_ptr) == 0
     if signals_ptr is not None:

@@ -127,28 +127,12 @@ def test_every_launched_kernel_has_the_cached_launcher():
 
 
 def test_every_launched_kernel_waits_first_for_the_launch_before_it():
-    """And those that poll for a peer, themselves or in a helper, keep the next launch away meanwhile."""
-    kernels = {path: jit_functions(path.read_text()) for path in KERNELS.glob("*.py")}
-    functions = {name: node for of_file in kernels.values() for name, node in of_file.items()}
-
-    def calls(node: ast.FunctionDef) -> set[str]:
-        return {call.func.id for call in ast.walk(node) if isinstance(call, ast.Call) and hasattr(call.func, "id")}
-
-    def polls(node: ast.FunctionDef) -> bool:
-        reached = calls(node)
-        while more := set().union(*(calls(functions[name]) for name in reached & {*functions})) - reached:
-            reached |= more
-        return bool(reached & {"poll", "poll_lanes"})
-
-    polling, launched = set(), launched_kernels(KERNELS)
-    for path, of_file in kernels.items():
-        for name, node in of_file.items():
+    launched = launched_kernels(KERNELS)
+    for path in KERNELS.glob("*.py"):
+        for name, node in jit_functions(path.read_text()).items():
             if f"{path.stem}:{name}" in launched:
                 first = ast.unparse(node.body[ast.get_docstring(node) is not None])
-                polling |= {name} if polls(node) else set()
-                wanted = "begin(next_may_launch=False)" if polls(node) else "begin()"
-                assert first == wanted, f"{path.stem}:{name}"
-    assert polling == {"_wait", "_wait_route_plan", "_wait_reduce"}
+                assert first == "begin()", f"{path.stem}:{name}"
 
 
 def test_launched_kernels_are_told_from_helpers(tmp_path):
