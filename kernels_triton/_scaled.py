@@ -124,46 +124,72 @@ def quantise(
 
 
 @triton.jit
-def quantise_and_expand(blocks, AXIS: tl.constexpr, ELEMENT: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """FP32 values quantised in blocks along AXIS, as BF16 of code times scale; one-byte formats.
+def e2m1_values(v):
+    """FP32 of e2m1_codes; of a NaN it is 6, as code 7 is.
+
+    Example: 2.5 lies between 2 and 4, whose values are 1 apart; 2^23, whose unit is 1, rounds it to 2 as it is added.
+    """
+    bits = bits_of(v)
+    magnitude = tl.minimum(bits & MAGNITUDE, 0x40C00000)  # 6
+    rounds = fp32_of(tl.maximum(magnitude & INFINITY, 0x3F800000) + 0x0B000000)  # 2^22 times the power of two below
+    rounded = (fp32_of(magnitude) + rounds) - rounds
+    return fp32_of(bits_of(rounded) | (bits & ~MAGNITUDE))
+
+
+@triton.jit
+def quantise_and_expand(
+    blocks, outer, AXIS: tl.constexpr, ELEMENT: tl.constexpr, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr
+):
+    """What expanded makes of quantise, in the order of the blocks.
 
     Example: 957 and 960 in an e4m3 block have codes of 240 and the scale 4: 960 both.
     """
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=AXIS)
-    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
     v = blocks * tl.expand_dims(factor, AXIS)
+    DTYPE: tl.constexpr = tl.float16 if ELEMENT == "e2m1" else tl.bfloat16
     if ELEMENT == "e4m3":
         v = v.to(tl.float8e4nv).to(tl.float32)
-    else:
-        tl.static_assert(ELEMENT == "e5m2")
+    elif ELEMENT == "e5m2":
         v = v.to(tl.float8e5).to(tl.float32)
-    return (v * tl.expand_dims(powers(scales), AXIS)).to(tl.bfloat16)
+    else:
+        tl.static_assert(ELEMENT == "e2m1" and TWO_LEVEL)
+        v = e2m1_values(v)
+    scale = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) if TWO_LEVEL else powers(scales)
+    return (v * tl.expand_dims(scale, AXIS)).to(DTYPE)
 
 
 @triton.jit
 def expanded(codes, scales, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
     """Codes [R, C] times the scales [R, C / BLOCK] of their blocks, exact in 16 bits, in the order of
-    formats.expanded_order; C holds whole groups of it. An outer scale stays apart.
-
-    In a group code d + D e of word 8 a + r goes to place 8 D r + 8 d + 2 a + e, where a word has 2 D codes.
-    """
+    formats.expanded_order. An outer scale stays apart."""
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
     if ELEMENT == "e2m1":
-        D: tl.constexpr = 4
         bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
         values = bits.to(tl.float16, bitcast=True).to(tl.float32)  # 2^-14 of what they are
         factors = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 16384.0
         DTYPE: tl.constexpr = tl.float16
     else:
         tl.static_assert(ELEMENT == "e4m3")
-        D: tl.constexpr = 2
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         factors = powers(scales)
         DTYPE: tl.constexpr = tl.bfloat16
     values = tl.reshape(values, (R, C // BLOCK, BLOCK)) * factors[:, :, None]
-    values = tl.reshape(values.to(DTYPE), (R, C // (64 * D), 4, 8, 2, D))
-    return tl.reshape(tl.permute(values, (0, 1, 3, 5, 2, 4)), (R, C))
+    return in_expanded_order(values.to(DTYPE), ELEMENT)
+
+
+@triton.jit
+def in_expanded_order(blocks, ELEMENT: tl.constexpr):
+    """Blocks [R, S, BLOCK] of whole groups of formats.expanded_order -> [R, S * BLOCK].
+
+    In a group code d + D e of word 8 a + r goes to place 8 D r + 8 d + 2 a + e, where a word has 2 D codes.
+    """
+    R: tl.constexpr = blocks.shape[0]
+    C: tl.constexpr = blocks.shape[1] * blocks.shape[2]
+    D: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
+    words = tl.reshape(blocks, (R, C // (64 * D), 4, 8, 2, D))
+    return tl.reshape(tl.permute(words, (0, 1, 3, 5, 2, 4)), (R, C))
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def _put_columns(
     row = tl.arange(0, BLOCK)[:, None]
     offs_d = tl.arange(0, BLOCK_D)
     if scales_ptr is None:
-        values = quantise_and_expand(v, 0, ELEMENT, RECIPROCAL)
+        values = quantise_and_expand(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
     else:
         values, scales = quantise(v, 1.0, 0, ELEMENT, RECIPROCAL, False)
         scales_ptr += blocked_offset(col, block, num_blocks)

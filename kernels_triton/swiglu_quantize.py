@@ -35,8 +35,8 @@ from ._scaled import (
     bits_of,
     block_scales,
     blocked_offset,
-    expanded,
     format_options,
+    in_expanded_order,
     one_nan,
     outer_scale,
     pack_pairs,
@@ -67,9 +67,9 @@ class Config:
         return {"num_warps": self.num_warps, "enable_fp_fusion": False, "maxnreg": registers}
 
 
-# Forward: a thread has 32 elements of a tile, whose rows are an atom of scales wide. Backward: three quantised matrices
+# Forward: a thread has 16 elements of a tile, whose rows are an atom of scales wide. Backward: three quantised matrices
 # leave registers for 8 elements a thread.
-FORWARD = Config(block_r=16, block_f=128, num_warps=2, programs_per_sm=7)
+FORWARD = Config(block_r=8, block_f=128, num_warps=2, programs_per_sm=12)
 BACKWARD = Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4)
 MAX_PARTS = 4
 
@@ -77,12 +77,11 @@ MAX_PARTS = 4
 @functools.cache
 def pick_forward(F: int, two_level: bool) -> Config:
     """Two-level formats scale by the whole row, so that a tile is one row, 8 elements of each part a thread. Up to 16
-    warps and two parts, which are 8192 elements; a longer row takes several tiles."""
+    warps and four parts, which are 16384 elements; a longer row takes several tiles."""
     if not two_level:
         return FORWARD
     warps = min(next_power_of_2(cdiv(F, 768)), 16)
-    block_f, most = 256 * warps, MAX_PARTS if warps < 16 else 2  # whose registers do not suffice for more
-    return Config(1, block_f, min(cdiv(F, block_f), most), warps, programs_per_sm=20 // warps)
+    return Config(1, 256 * warps, min(cdiv(F, 256 * warps), MAX_PARTS), warps, programs_per_sm=20 // warps)
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -114,16 +113,17 @@ def _put_rows(
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, (R, C // BLOCK, BLOCK))
-    codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
-    codes = tl.reshape(codes, (R, C))
     row = tl.arange(0, R)[:, None]
     values_ptr += first_row * values_stride
     if EXPANDED:
         place = col + tl.arange(0, C)
         inside = real[:, None] & (place < values_stride)[None, :]
-        values = expanded(codes, scales, ELEMENT, BLOCK)
+        values = quantise_and_expand(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
+        values = in_expanded_order(values, ELEMENT)
         tl.store(values_ptr + (row * values_stride + place[None, :]), values, mask=inside)
     else:
+        codes, scales = quantise(blocks, outer, 2, ELEMENT, RECIPROCAL, TWO_LEVEL)
+        codes = tl.reshape(codes, (R, C))
         if VALUES_PER_BYTE == 2:
             codes = pack_pairs(codes, R, C)
         byte = col // VALUES_PER_BYTE + tl.arange(0, C // VALUES_PER_BYTE)
@@ -189,7 +189,7 @@ def _put_block_by_columns(
 ):
     """Quantise and store a block, a scale a column; one-byte formats. Expanded where there is no place for scales."""
     if scales_ptr is None:
-        values = quantise_and_expand(x, 1, ELEMENT, RECIPROCAL)
+        values = quantise_and_expand(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
     else:
         values, scales = quantise(x, 1.0, 1, ELEMENT, RECIPROCAL, False)
         scales_ptr += blocked_offset(col, block, num_blocks)
