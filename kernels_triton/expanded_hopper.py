@@ -123,7 +123,7 @@ SCALES_TO_HALVES = gl.constexpr(
 class Config:
     rows: int  # of a tile
     num_stages: int
-    tail: int = 0  # rows more
+    tail: int = 0  # rows more, loaded and multiplied where there are any
 
 
 CONFIGS = {
@@ -138,6 +138,7 @@ CONFIGS = {
     NVFP4: {
         16: Config(16, num_stages=7),
         32: Config(32, num_stages=6),
+        48: Config(32, num_stages=5, tail=16),
         64: Config(64, num_stages=4),
         80: Config(64, num_stages=3, tail=16),
         96: Config(64, num_stages=3, tail=32),
@@ -167,25 +168,26 @@ def _produce(
     STAGES: gl.constexpr = a_ring.shape[0]
     STEP: gl.constexpr = a_ring.shape[2]
     ATOM: gl.constexpr = 64 if FP4 else 128  # values of the contraction whose scales are in one atom
-    A_BYTES: gl.constexpr = a_desc.block_type.nbytes + (tail_desc.block_type.nbytes if TAIL else 0)
-    NBYTES: gl.constexpr = A_BYTES + w_desc.block_type.nbytes + w_scales_desc.block_type.nbytes
+    NBYTES: gl.constexpr = a_desc.block_type.nbytes + w_desc.block_type.nbytes + w_scales_desc.block_type.nbytes
     ends_L = _row_tile_ends(tables[1], L, ROWS + TAIL, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         delay(tile)
-        expert, row, _, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
+        expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
         col += first_column
         rows_of_atoms = expert * gl.cdiv(all_columns, TILE) + col // TILE
         for k in range(0, contraction, STEP):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), NBYTES)
+            if TAIL and row + ROWS < row_end:
+                mbarrier.expect(full.index(stage), NBYTES + tail_desc.block_type.nbytes)
+                _load(tail_desc, [a_start + row + ROWS, k], full.index(stage), tail_ring.index(stage))
+            else:
+                mbarrier.expect(full.index(stage), NBYTES)
             _load(w_desc, [expert, col, k // (STEP // WORDS)], full.index(stage), w_ring.index(stage))
             _load(w_scales_desc, [rows_of_atoms, k // ATOM * 4, 0], full.index(stage), w_scales.index(stage))
             _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
-            if TAIL:
-                _load(tail_desc, [a_start + row + ROWS, k], full.index(stage), tail_ring.index(stage))
             step += 1
 
 
@@ -297,6 +299,72 @@ def _take(step, num_steps, w_ring, w_scales, full, SIDE: gl.constexpr, FP4: gl.c
 
 
 @gluon.jit
+def _contract(
+    first_step,
+    num_steps,
+    contraction,
+    words,
+    scale_words,
+    rings,
+    SIDE: gl.constexpr,
+    ROWS: gl.constexpr,
+    TAIL: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
+    FP4: gl.constexpr,
+):
+    """Sums of a tile, those of its tail, or zeros, and what was taken for the step behind it.
+
+    The tensor cores read one part of a step from registers while the warps convert the next part into others. Before
+    registers are written again, in the next step, all but the newest product have ended: a step has at least two
+    parts, and conversions, which are not declared pure, stay behind the wait that they follow.
+    """
+    a_ring, tail_ring, w_ring, w_scales, full, empty = rings
+    STAGES: gl.constexpr = w_ring.shape[0]
+    STEP: gl.constexpr = a_ring.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    TAIL_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL_ACC, 2)
+    # The next step's codes are taken before the last part, where registers suffice for both.
+    TAKE: gl.constexpr = STEP // PART - (1 if FP4 and TAIL > 16 else 2)
+    acc = gl.zeros([SIDE_ROWS, ROWS], gl.float32, layout=ACC)
+    tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
+    step = first_step
+    for k in range(0, contraction, STEP):
+        stage = step % STAGES
+        parts = _parts(words, FP4)
+        WORDS_LAYOUT: gl.constexpr = parts[0].type.layout
+        if FP4:
+            scales = _scales_of_e2m1(scale_words, SIDE, WORDS_LAYOUT)
+        else:
+            scales = _scales_of_e4m3(scale_words, SIDE, WORDS_LAYOUT)
+        for part in gl.static_range(STEP // PART):
+            if FP4:
+                values = _halves_of_e2m1(parts[part], scales[part])
+            else:
+                values = _halves_of_e4m3(parts[part], scales)
+            a_rows = a_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
+            acc = warpgroup_mma(gl.convert_layout(values, OPERAND), a_rows, acc, is_async=True)
+            if HAS_TAIL:
+                tail_rows = tail_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
+                tail = warpgroup_mma(gl.convert_layout(values, TAIL_OPERAND), tail_rows, tail, is_async=True)
+                acc, tail = warpgroup_mma_wait(2, deps=(acc, tail))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+            if part == 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            if part == TAKE:
+                words, scale_words = _take(step + 1, num_steps, w_ring, w_scales, full, SIDE, FP4)
+        step += 1
+    if HAS_TAIL:
+        acc, tail = warpgroup_mma_wait(0, deps=(acc, tail))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc, tail, words, scale_words
+
+
+@gluon.jit
 def _multiply(
     sizes,
     tables,
@@ -310,69 +378,33 @@ def _multiply(
     BLOCK_L: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """Four warps: half of the weights of every tile into registers and 16 bits, their products, and the way out.
-
-    The tensor cores read one part of a step from registers while the warps convert the next part into others. Before
-    registers are written again, in the next step, all but the newest product have ended: a step has at least two
-    parts, and conversions, which are not declared pure, stay behind the wait that they follow.
-    """
+    """Four warps: half of the weights of every tile into registers and 16 bits, their products, and the way out."""
     L, _all_columns, _first_column, width, contraction = sizes
-    a_ring, tail_ring, w_ring, w_scales, full, empty = rings
+    a_ring, _tail_ring, w_ring, w_scales, full, _empty = rings
     a_outer_ptr, w_outer_ptr = outer
-    STAGES: gl.constexpr = w_ring.shape[0]
     STEP: gl.constexpr = a_ring.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    TAIL_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL_ACC, 2)
     ends_L = _row_tile_ends(tables[1], L, ROWS + TAIL, BLOCK_L)
     num_tiles = gl.max(ends_L, 0) * gl.cdiv(width, TILE)
     programs = gl.num_programs(0)
-    num_steps = gl.cdiv(gl.maximum(num_tiles - gl.program_id(0), 0), programs) * gl.cdiv(contraction, STEP)
+    tile_steps = gl.cdiv(contraction, STEP)
+    num_steps = gl.cdiv(gl.maximum(num_tiles - gl.program_id(0), 0), programs) * tile_steps
     words, scale_words = _take(0, num_steps, w_ring, w_scales, full, SIDE, FP4)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, programs):
         delay(tile)
         expert, row, row_end, col = _tile(tile, ends_L, tables, width, ROWS + TAIL, GROUP_M)
-        acc = gl.zeros([SIDE_ROWS, ROWS], gl.float32, layout=ACC)
-        if TAIL:
-            tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
-        for k in range(0, contraction, STEP):
-            stage = step % STAGES
-            parts = _parts(words, FP4)
-            WORDS_LAYOUT: gl.constexpr = parts[0].type.layout
-            if FP4:
-                scales = _scales_of_e2m1(scale_words, SIDE, WORDS_LAYOUT)
-            else:
-                scales = _scales_of_e4m3(scale_words, SIDE, WORDS_LAYOUT)
-            for part in gl.static_range(STEP // PART):
-                if FP4:
-                    values = _halves_of_e2m1(parts[part], scales[part])
-                else:
-                    values = _halves_of_e4m3(parts[part], scales)
-                a_rows = a_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
-                acc = warpgroup_mma(gl.convert_layout(values, OPERAND), a_rows, acc, is_async=True)
-                if TAIL:
-                    tail_rows = tail_ring.index(stage).slice(part * PART, PART, 1).permute((1, 0))
-                    tail = warpgroup_mma(gl.convert_layout(values, TAIL_OPERAND), tail_rows, tail, is_async=True)
-                    acc, tail = warpgroup_mma_wait(2, deps=(acc, tail))
-                else:
-                    acc = warpgroup_mma_wait(1, deps=(acc,))
-                if part == 0:
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-                if part == STEP // PART - 2:
-                    words, scale_words = _take(step + 1, num_steps, w_ring, w_scales, full, SIDE, FP4)
-            step += 1
-        if TAIL:
-            acc, tail = warpgroup_mma_wait(0, deps=(acc, tail))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        w_outer = gl.load(w_outer_ptr + expert).to(gl.float32) if FP4 else 1.0
         col += SIDE * SIDE_ROWS
+        at = (step, num_steps, contraction, words, scale_words, rings)
+        has_tail = row + ROWS < row_end
+        if TAIL and has_tail:
+            acc, tail, words, scale_words = _contract(*at, SIDE, ROWS, TAIL, True, FP4)
+        else:
+            acc, tail, words, scale_words = _contract(*at, SIDE, ROWS, TAIL if TAIL else 16, False, FP4)
+        w_outer = gl.load(w_outer_ptr + expert).to(gl.float32) if FP4 else 1.0
         _put(acc, a_outer_ptr, w_outer, out, row, row_end, col, width, FP4)
-        if TAIL:
+        if TAIL and has_tail:
             _put(tail, a_outer_ptr, w_outer, out, row + ROWS, row_end, col, width, FP4)
+        step += tile_steps
 
 
 @gluon.jit
