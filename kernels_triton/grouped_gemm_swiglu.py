@@ -20,7 +20,6 @@ from dist_moe.shapes import next_power_of_2
 from ._device import begin, delay, num_programs
 from ._launch import launched
 from .grouped_gemm import (
-    CONFIGS,
     GROUP_M,
     _row_tile,
     _row_tile_ends,
@@ -28,10 +27,10 @@ from .grouped_gemm import (
     _tile_place,
     check_rows,
     check_weight,
+    pick_config,
 )
 from .swiglu import gate_up
 
-TILE = 64, 128  # that of decode, where alone this is of use: docs/performance.md
 # Products are rounded before they are added, as in swiglu. An SM holds one program, which may use all registers that an
 # instruction can name: left alone, Triton 3.9 takes fewer and spills.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
@@ -106,6 +105,7 @@ def grouped_gemm_swiglu(
     *,
     keep_h1,
     activation,
+    rows_per_expert=None,
     stop_1,
     num_sms=None,
 ) -> None:
@@ -114,7 +114,7 @@ def grouped_gemm_swiglu(
     Args:    x_XD, h1_X2F, h2_XF: bf16, contiguous, any number of rows; those of the call begin at x_start_1,
              h1_start_1, h2_start_1 (int64, device).  w13_L2FD: bf16 [L, 2F, D], contiguous, gate rows, then up rows; D
              and F multiples of 32.  row_start_P: int32 [L + 1], device.  stop_1: nothing is touched when it is not 0.
-             num_sms: at most that many programs.
+             num_sms: at most that many programs.  rows_per_expert: see pick_config.
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference.grouped_gemm_swiglu.
     """
@@ -127,7 +127,7 @@ def grouped_gemm_swiglu(
     check_rows(op, "h2_XF", h2_XF, F)
     if F % 32:
         raise ValueError(f"{op}: F must be a multiple of 32, got {F}")
-    config = CONFIGS[TILE]
+    config = pick_config("forward", N, D, rows_per_expert)
     block_f = config.block_n // 2
     _grouped_gemm_swiglu[(num_programs(x_XD.device, num_sms),)](
         TensorDescriptor(x_XD, list(x_XD.shape), [D, 1], [config.block_m, config.block_k]),

@@ -300,10 +300,10 @@ def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block
 
 @pytest.mark.parametrize("slot_factor", [1.0, None], ids=["saved", "recomputed"])
 def test_bits_are_the_same_with_swiglu_in_a_launch_of_its_own(backend, slot_factor, monkeypatch):
-    """As in contexts of many rows; with num_sms, which reaches it."""
+    """As in training on many rows; with num_sms, which reaches it."""
     case = Case("apart", K=4, E=8, T=20, slot_factor=slot_factor)
     fused = run(case.config(), case.inputs(), backend)
-    monkeypatch.setattr(moe, "DECODE_ROWS", 0)
+    monkeypatch.setattr(moe.Path, "fuses_swiglu", lambda path, keep_h1: False)
     config = case.config(num_sms=1)
     with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
         seen = {}

@@ -34,6 +34,7 @@ from .shapes import Activation, Geometry, Small
 from .symm import Region
 
 DECODE_ROWS = 64  # of an expert on average, at most
+FUSED_WIDTH = 4096  # D, at most, of W13 that is fused with SwiGLU for many rows
 
 _ONE_BY_ONE = {words: [1] * words for words in (shapes.PLACE_WORDS, shapes.SCALED_PLACE_WORDS)}
 
@@ -65,11 +66,12 @@ class Path:
         """Of block-scaled execution."""
         return self.geometry.format
 
-    @property
-    def fuses_swiglu(self) -> bool:
-        """W13 with SwiGLU in its epilogue: in decode. With many rows the epilogue, which no product covers, costs what
-        the pass over h1 does (docs/performance.md); a preset asks for tiles that it does not have."""
-        return self.rows_per_expert <= DECODE_ROWS and self.preset is None
+    def fuses_swiglu(self, keep_h1: bool) -> bool:
+        """W13 with SwiGLU in its epilogue: in decode, and with many rows where h1 is not kept and D is small. Nothing
+        covers that epilogue, and a longer contraction makes W13 as slow by it as a pass over h1 does
+        (docs/performance.md). A preset asks for tiles that it does not have."""
+        saves_time = self.rows_per_expert <= DECODE_ROWS or (not keep_h1 and self.hidden_dim <= FUSED_WIDTH)
+        return saves_time and self.preset is None
 
     @property
     def tiles(self) -> dict:
@@ -378,9 +380,9 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
     h2 = (r.rows[F], c.words[shapes.PLACE_H2])
     h3 = (r.rows[D], c.words[shapes.PLACE_H3])
     _dispatch(path, r, c.plan, 0, c.words[shapes.PLACE_XR], row_scores_R, r.stop_1)
-    if path.fuses_swiglu and c.clip_stats_3 is None:
+    if path.fuses_swiglu(c.save) and c.clip_stats_3 is None:
         x = (r.rows[D], c.words[shapes.PLACE_XR])
-        how = {"keep_h1": c.save, "activation": path.activation}
+        how = {"keep_h1": c.save, "activation": path.activation, "rows_per_expert": path.rows_per_expert}
         ops.grouped_gemm_swiglu(*x, c.w13_L2FD, *h1, *h2, c.plan.row_start_P, **how, **run)
     else:
         _w13(path, r, c.w13_L2FD, c.plan, c.words, r.stop_1)

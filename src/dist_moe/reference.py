@@ -357,6 +357,7 @@ def grouped_gemm_swiglu(
     *,
     keep_h1,
     activation,
+    rows_per_expert=None,
     stop_1,
     num_sms=None,
 ):

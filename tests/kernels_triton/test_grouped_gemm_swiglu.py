@@ -7,7 +7,7 @@ import torch
 
 from dist_moe import reference
 from dist_moe.kernels_triton import grouped_gemm, swiglu
-from dist_moe.kernels_triton.grouped_gemm_swiglu import TILE, grouped_gemm_swiglu
+from dist_moe.kernels_triton.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dist_moe.shapes import Activation
 from dist_moe.testing import assert_close
 
@@ -31,6 +31,7 @@ CASES = [
     Case("columns of the next half in a box", (40, 5), 64, 160),
     Case("contraction of one step and a tail of 32", (64, 63), 96, 128),
 ]
+DECODE = 8  # rows of an expert, on average
 RAGGED = Case("ragged", (5, 70, 0, 130))
 ACTIVATIONS = [Activation(), Activation("swiglu_clamped", alpha=1.5, limit=0.5)]
 
@@ -55,12 +56,12 @@ class Problem:
         return tuple(view[int(start) :][: self.R] for view, start in (h1, h2))
 
     def fused(self, activation=ACTIVATIONS[0], op=grouped_gemm_swiglu, keep_h1=True, **how):
-        how = {"keep_h1": keep_h1, "activation": activation, "stop_1": self.stop, **how}
+        how = {"keep_h1": keep_h1, "activation": activation, "rows_per_expert": DECODE, "stop_1": self.stop, **how}
         return self.run(lambda *operands: op(*operands, **how))
 
-    def one_by_one(self, activation=ACTIVATIONS[0]):
+    def one_by_one(self, activation=ACTIVATIONS[0], rows_per_expert=DECODE):
         def chain(x, x_start, w13, h1, h1_start, h2, h2_start, start_P):
-            how = {"config": grouped_gemm.CONFIGS[TILE], "stop_1": self.stop}
+            how = {"rows_per_expert": rows_per_expert, "stop_1": self.stop}
             grouped_gemm.grouped_gemm(x, x_start, w13, h1, h1_start, start_P, **how)
             swiglu.swiglu(h1, h1_start, h2, h2_start, start_P, activation=activation, stop_1=self.stop)
 
@@ -94,6 +95,12 @@ def test_a_stopped_call_touches_nothing(op, device):
     problem = Problem(RAGGED, device)
     problem.stop += 1
     assert all((rows == 7.0).all() for rows in problem.fused(op=op))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_bits_are_those_of_two_ops_with_the_tiles_of_many_rows_too(activation, device):
+    problem = Problem(RAGGED, device)
+    assert_equal(problem.fused(activation, rows_per_expert=512), problem.one_by_one(activation, rows_per_expert=512))
 
 
 def test_programs_do_not_change_bits(device):

@@ -1,15 +1,15 @@
-"""grouped_gemm_swiglu: its one tile, with h1 and without."""
+"""grouped_gemm_swiglu: its tiles, with h1 and without."""
 
 from tests.compile_check import Case
 
 from dist_moe.kernels_triton.grouped_gemm import CONFIGS, GROUP_M
-from dist_moe.kernels_triton.grouped_gemm_swiglu import OPTIONS, TILE
+from dist_moe.kernels_triton.grouped_gemm_swiglu import OPTIONS
 
 from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
 
 
-def case(keep_h1: bool, clamped: bool) -> Case:
-    config = CONFIGS[TILE]
+def case(tile: tuple[int, int], keep_h1: bool, clamped: bool) -> Case:
+    config = CONFIGS[tile]
     return Case(
         "grouped_gemm_swiglu:_grouped_gemm_swiglu",
         {
@@ -30,7 +30,7 @@ def case(keep_h1: bool, clamped: bool) -> Case:
             "BLOCK_L": 128,
             "GROUP_M": GROUP_M,
         },
-        name=f"{'clamped' if clamped else 'plain'}{' keeps h1' * keep_h1}",
+        name=f"{'x'.join(map(str, tile))} {'clamped' if clamped else 'plain'}{' keeps h1' * keep_h1}",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         options=OPTIONS,
@@ -41,4 +41,7 @@ def case(keep_h1: bool, clamped: bool) -> Case:
     )
 
 
-CASES = tuple(case(*how) for how in ((False, False), (True, False), (False, True), (True, True)))
+TILES = (64, 128), (128, 256), (128, 128), (128, 64)
+CASES = tuple(
+    case(tile, *how) for tile in TILES for how in ((False, False), (True, False), (False, True), (True, True))
+)
