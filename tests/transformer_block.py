@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dist_moe import Config, ExecutionOptions, routed_experts
 
-T_MAX, D, F, K, E, NUM_HEADS = 32, 64, 96, 2, 4, 4
+T_MAX, D, F, K, E, NUM_HEADS = 32, 64, 96, 2, 8, 4
 
 
 def config(**changes) -> Config:
