@@ -79,6 +79,9 @@ class Case:
         if reason := self._refused():
             self._note(rows, "all", reason, failed=False)
             return
+        if self.options.clocks is not None:
+            self._record_clocks(rows)
+            return
         todo = [name for name in self._methods(rows) if not rows.has(self.about, name)]
         if not todo:
             rows.say(f"{self._words()}: has its rows")
@@ -129,16 +132,13 @@ class Case:
 
     def _entries(self, rows: Rows, todo: list[str], contexts: contextlib.ExitStack) -> list[Entry]:
         """What is right, ready to be timed; notes the rest."""
-        _free(self.job)
-        inputs = draw_inputs(self.shape, self.traffic.ids, self.job.local_ranks, self.job.device)
-        self.inputs = bare(inputs, self.direction) if self.direction == INFERENCE else inputs
-        self.format = FORMATS.get(self.precision)
+        self._draw()
         if self.format is None:
             self.reference = PathOracle(self.job, self.shape, self.inputs, backward=self.direction == BOTH)
         else:
             with contextlib.ExitStack() as alone:
                 self.reference = self._open(alone, self.inputs, None).results()
-            self.inputs = prepared(self.inputs, self.format, self.direction == INFERENCE)
+            self._prepare()
         makers = {"ours": self._eager, "ours-graph": self._graph, "floor-ours": self._floor, "floor-torch": self._floor}
         entries = []
         for name in dict.fromkeys(["ours", *todo]):  # ours is checked even where its row is there: floors need its ops
@@ -150,6 +150,15 @@ class Case:
                 if name == "ours":
                     break
         return [entry for entry in entries if entry.method.name in todo]
+
+    def _draw(self) -> None:
+        _free(self.job)
+        inputs = draw_inputs(self.shape, self.traffic.ids, self.job.local_ranks, self.job.device)
+        self.inputs = bare(inputs, self.direction) if self.direction == INFERENCE else inputs
+        self.format = FORMATS.get(self.precision)
+
+    def _prepare(self) -> None:
+        self.inputs = prepared(self.inputs, self.format, self.direction == INFERENCE)
 
     def _open(self, contexts: contextlib.ExitStack, inputs: Inputs, how: BlockScaledConfig | None) -> Ours:
         """Closed, and held, with the contexts: a graph reads what it was captured with."""
@@ -230,12 +239,26 @@ class Case:
 
     def _record_call(self, row: dict) -> None:
         """One call of what the row is about."""
-        intervals = timeline.record(self.job, self.shape, self.ours)
+        self._put_intervals(row, timeline.EVENTS, timeline.record(self.job, self.shape, self.ours))
+
+    def _record_clocks(self, rows: Rows) -> None:
+        self._draw()
+        if self.format is not None:
+            self._prepare()
+        try:
+            with contextlib.ExitStack() as contexts:
+                ours = self._open(contexts, self.inputs, self.format)
+                intervals = timeline.record_clocks(self.job, self.shape, ours, self.options.clocks)
+        except Miss as miss:
+            self._note(rows, "clocks", str(miss), failed=True)
+        else:
+            self._put_intervals(rows.common | self.about, timeline.CLOCKS, intervals)
+
+    def _put_intervals(self, row: dict, source: str, intervals: list[timeline.Interval]) -> None:
         if self.job.is_first:
             names = ("commit", "gpu", "shape", "T", "W", "where", "routing", "precision")
-            about = {name: row[name] for name in names}
-            lines = [about | {"call": self.direction} | asdict(interval) for interval in intervals]
-            outputs.append(self.options.out, outputs.TIMELINE, lines)
+            about = {name: row[name] for name in names} | {"call": self.direction, "source": source}
+            outputs.put_call(self.options.out, about, [about | asdict(interval) for interval in intervals])
 
 
 def _free(job: Job) -> None:

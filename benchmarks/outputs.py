@@ -2,7 +2,7 @@
 
 rows.jsonl        one row a measurement; rows that are there are not measured again
 rows.csv          the same, for a spreadsheet
-timeline.jsonl    one call of each case: its stages with start and length
+timeline.jsonl    one call of each case: its stages with start and length, by events or by the kernels' own clocks
 not_timed.jsonl   what the last run left out, and why
 environment.json  GPU, driver, versions, commit, roofs; the peers, each with its version or why it is absent
 *.png             pictures.py
@@ -35,6 +35,13 @@ def alike(rows: list[Row]) -> list[Row]:
 def append(folder: Path, name: str, rows: list[Row]) -> None:
     with (folder / name).open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def put_call(folder: Path, about: Row, intervals: list[Row]) -> None:
+    """Into the timeline, in place of an earlier recording of the same call."""
+    others = [row for row in read(folder, TIMELINE) if not about.items() <= row.items()]
+    (folder / TIMELINE).unlink(missing_ok=True)
+    append(folder, TIMELINE, others + intervals)
 
 
 def write_csv(folder: Path) -> None:
@@ -82,7 +89,8 @@ def _notes(folder: Path) -> dict[tuple, list[str]]:
 
 def show(folder: Path, console: Console) -> None:
     """The newest rows that are alike as a table, what was left out, and which peers are absent."""
-    console.print(_table(alike(read(folder, ROWS))))
+    if rows := alike(read(folder, ROWS)):
+        console.print(_table(rows))
     for (failed, method, reason), cases in _notes(folder).items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         kind = "FAILED" if failed else "not timed"

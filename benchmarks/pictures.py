@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .outputs import ROWS, TIMELINE, Row, alike, read
-from .timeline import COMMUNICATION, COMPUTE
+from .timeline import CLOCKS, COMMUNICATION, COMPUTE
 
 INK, GRID = "#333333", "#e6e6e6"
 STYLE = {
@@ -30,6 +30,9 @@ KINDS = {COMMUNICATION: "#f2b134", COMPUTE: "#2166ac"}
 MARKERS = "osD^vPX"
 MOST_CALLS = 4  # of the timeline
 SMALLEST_WORDS = 0.05  # of the call: a shorter stage has no room for its name
+
+# What tells apart the calls of a timeline; the first three are drawn once.
+CALL = ("shape", "call", "precision", "T", "routing", "source")
 
 Case = tuple
 
@@ -149,17 +152,19 @@ def skew(rows: list[Row]) -> Figure:
 
 
 def timeline(rows: list[Row], intervals: list[Row]) -> Figure:
-    """The first call of each model, direction and precision, in two lanes: what communicates, and what computes."""
+    """The first call of each model, direction and precision, in two lanes: what communicates, and what computes. By the
+    kernels' own clocks where they were recorded."""
     calls: dict[Case, list[Row]] = {}
     for row in intervals:
-        calls.setdefault((row["shape"], row["call"], row["precision"], row["T"], row["routing"]), []).append(row)
-    first = {case[:3]: case for case in reversed(calls)}
+        calls.setdefault(tuple(row[name] for name in CALL), []).append(row)
+    by_clocks_first = sorted(calls, key=lambda case: case[CALL.index("source")] != CLOCKS)
+    first = {case[:3]: case for case in reversed(by_clocks_first)}
     chosen = [case for case in calls if case in first.values()][:MOST_CALLS]
     title = "Stages of one call"
     if not chosen:
         return _empty(title, about(rows))
     figure = Figure(figsize=(12, 0.9 + 1.75 * len(chosen)), layout="constrained")
-    figure.suptitle(f"{title}\n{about(rows, routing=False)}; the first process", fontsize=12)
+    figure.suptitle(f"{title}\n{about(intervals, routing=False)}; the first process", fontsize=12)
     for i, case in enumerate(chosen):
         _draw_call(figure.add_subplot(len(chosen), 1, i + 1), case, calls[case])
     handles = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
@@ -168,7 +173,7 @@ def timeline(rows: list[Row], intervals: list[Row]) -> Figure:
 
 
 def _draw_call(axes: Axes, case: Case, parts: list[Row]) -> None:
-    shape, call, precision, T, routing = case
+    shape, call, precision, T, routing, source = case
     end = max(part["start_us"] + part["us"] for part in parts)
     for part in parts:
         lane = list(KINDS).index(part["kind"])
@@ -179,7 +184,8 @@ def _draw_call(axes: Axes, case: Case, parts: list[Row]) -> None:
         if length > SMALLEST_WORDS * end:
             color = "white" if part["kind"] == COMPUTE else INK
             axes.text(place + length / 2, 1.0 - lane, part["stage"], ha="center", va="center", fontsize=7, color=color)
-    axes.set_title(f"{shape}, T = {T}, {routing}, {call}, {precision}: {end:.0f} us", loc="left", fontsize=10)
+    what = f"{shape}, T = {T}, {routing}, {call}, {precision}"
+    axes.set_title(f"{what}: {end:.0f} us by {source}", loc="left", fontsize=10)
     axes.set_yticks([1.0, 0.0], list(KINDS))
     axes.set_xlim(0, end)
     axes.set_ylim(-0.5, 1.5)
@@ -194,7 +200,8 @@ def save(path: Path, make: Callable[..., Figure], *given) -> Path:
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """All pictures of a folder with rows, of those that are alike."""
+    """All pictures of a folder with rows or calls, of those that are alike."""
     rows, calls = (alike(read(folder, name)) for name in (ROWS, TIMELINE))
-    paths = [save(folder / f"{make.__name__}.png", make, rows) for make in (tflops, roof, memory, skew)]
+    of_rows = (tflops, roof, memory, skew) if rows else ()
+    paths = [save(folder / f"{make.__name__}.png", make, rows) for make in of_rows]
     return [*paths, save(folder / "timeline.png", timeline, rows, calls)]

@@ -83,11 +83,14 @@ def machine(job: Job) -> dict:
 
 
 class Rows:
-    """The rows of one script: appends to <folder>/<file or name>.jsonl, on the first process alone."""
+    """The rows of one script: appends to <folder>/<file or name>.jsonl, on the first process alone.
+
+    common: what is the same in all of them.
+    """
 
     def __init__(self, job: Job, name: str, args: argparse.Namespace, file: str | None = None):
         self._job, self._path = job, None if args.results is None else args.results / f"{file or name}.jsonl"
-        self._common = machine(job) | {"bench": name, "commit": args.commit, "command": args.command}
+        self.common = machine(job) | {"bench": name, "commit": args.commit, "command": args.command}
         self.missed = False
         done = set()
         if job.is_first and args.commit != UNKNOWN and self._path is not None and self._path.exists():
@@ -103,12 +106,12 @@ class Rows:
         return what | sizes | traffic.balance()
 
     def has(self, about: dict, method: str) -> bool:
-        return key(self._common | about | {"method": method}) in self._done
+        return key(self.common | about | {"method": method}) in self._done
 
     def add(self, about: dict, method: str, times: Times, work: Work | None, roofs: Roofs, num_devices: int, **more):
         """Append a row and return it. `work` is that of all ranks together; without it no rates are given."""
         us = times.us
-        row = self._common | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | about | {"method": method}
+        row = self.common | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | about | {"method": method}
         row |= {"us": us, "us_p10": times.p10, "us_p90": times.p90, "rounds": times.rounds}
         if work is not None:
             share = Work(*(value // num_devices for value in (work.flops, work.hbm_bytes, work.link_bytes)))

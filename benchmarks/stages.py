@@ -7,10 +7,12 @@ launched everything before the first op runs, and launches are in no op's time.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
+from dist_moe.moe import Path
 from dist_moe.shapes import STAGE_NAMES
 
 from .launch import Job
@@ -44,6 +46,12 @@ def stage_name(shape: Shape, op: str, args: tuple, kwargs: dict) -> str:
     return op
 
 
+def with_ops(path: Path, wrap: Callable[[str, Callable], Callable]) -> Path:
+    """The path with wrap(name, op) in place of every op."""
+    ops = {name: wrap(name, op) for name, op in vars(path.ops).items() if name != "backends"}
+    return dataclasses.replace(path, ops=SimpleNamespace(**ops))
+
+
 class StageClock:
     """Spans of every op while it is in use; a stage that runs for several local ranks has several."""
 
@@ -69,9 +77,7 @@ class StageClock:
         return self.span((name, WHOLE))
 
     def __enter__(self) -> "StageClock":
-        ops = {name: value for name, value in vars(self._path.ops).items() if name != "backends"}
-        timed = {name: self._timed(name, function) for name, function in ops.items()}
-        self._context.path = dataclasses.replace(self._path, ops=SimpleNamespace(**timed))
+        self._context.path = with_ops(self._path, self._timed)
         return self
 
     def __exit__(self, *error) -> None:

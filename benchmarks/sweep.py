@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--peers", nargs="*", choices=known, default=known, help="default: all that are installed")
     add("--rounds", type=int, default=20, help="each times every method once; default: 20")
     add("--backend", help="of our ops; default: the best that runs")
+    clocks = "instead of rows: when each launch of a replayed graph ran, by clocks that kernels write, and its picture"
+    add("--clocks", action="store_true", help=clocks)
     add("--smoke", action="store_true", help="tiny, on the CPU, whatever --tokens and --rounds say")
     add("--out", type=Path, default=Path("dist_moe_bench"), metavar="DIR", help="default: %(default)s")
     add("--plot", type=Path, metavar="DIR", help="measure nothing, draw the pictures of this folder")
@@ -91,6 +93,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         return options
     if options.ep is not None and options.virtual is not None:
         raise ValueError("--ep and --virtual both say how many ranks there are; give one")
+    if options.clocks and options.smoke:
+        raise ValueError("--clocks are those of a GPU's kernels; --smoke runs on the CPU")
     if options.smoke:
         options.tokens, options.rounds = [SMOKE_TOKENS], 1
         options.models = options.models or ([] if options.model else [SMOKE.name])
@@ -140,6 +144,12 @@ def _environment(job: Job, options: argparse.Namespace, roofs: Roofs) -> dict:
     return machine(job) | about | {"roofs": vars(roofs), "peers": found}
 
 
+def _clocks(job: Job):
+    from dist_moe.kernels_triton._clocks import Clocks
+
+    return Clocks(job.device)
+
+
 def measure(options: argparse.Namespace) -> None:
     """All that has no row yet, on this process's part of the job. Collective."""
     processes = options.virtual is None and options.W > 1
@@ -149,6 +159,7 @@ def measure(options: argparse.Namespace) -> None:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / outputs.NOT_TIMED).write_text("")
         rows = Rows(job, "sweep", options, outputs.ROWS.removesuffix(".jsonl"))
+        options.clocks = _clocks(job) if options.clocks else None
         roofs = measure_roofs(job, options.rounds)
         if job.is_first:
             found = _environment(job, options, roofs)
@@ -166,7 +177,7 @@ def finish(out: Path, console: Console) -> int:
     """The CSV, the pictures and the table of a folder; 1 if something failed."""
     outputs.write_csv(out)
     outputs.show(out, console)
-    if outputs.read(out, outputs.ROWS):
+    if outputs.read(out, outputs.ROWS) or outputs.read(out, outputs.TIMELINE):
         draw(out, console)
     return 1 if outputs.failed(out) else 0
 
@@ -186,8 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     options = read_options(list(sys.argv[1:] if argv is None else argv))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if options.plot is not None:
-        if not (options.plot / outputs.ROWS).is_file():
-            raise ValueError(f"--plot {options.plot}: there is no {outputs.ROWS}")
+        if not any((options.plot / name).is_file() for name in (outputs.ROWS, outputs.TIMELINE)):
+            raise ValueError(f"--plot {options.plot}: there is no {outputs.ROWS} and no {outputs.TIMELINE}")
         draw(options.plot, console)
         return 0
     if options.virtual is not None or options.W == 1 or launch.under_torchrun():

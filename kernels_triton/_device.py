@@ -30,6 +30,7 @@ _THROUGH_BF16 = tl.constexpr(
     "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
 )
 _AWAIT_PREVIOUS = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+LEAVE_CLOCK = tl.constexpr("")  # leave_clock of a buffer that _clocks has made before any launch
 
 
 def _delay_ns(text: str) -> int:
@@ -47,10 +48,32 @@ def begin():
 
     _launch launches a kernel as soon as all programs of the one before it in the stream have left (programmatic
     dependent launch), before what they wrote has settled; that is awaited here. A launch ends after its own wait, so
-    all earlier ones have ended too. None lets the next one launch earlier (griddepcontrol.launch_dependents), which made
-    large calls slower: docs/performance.md.
+    all earlier ones have ended too. None lets the next one launch earlier (griddepcontrol.launch_dependents): that made
+    large calls slower, docs/performance.md.
     """
     tl.inline_asm_elementwise(_AWAIT_PREVIOUS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    if LEAVE_CLOCK != "":
+        tl.inline_asm_elementwise(LEAVE_CLOCK, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def leave_clock(address: int, most: int) -> str:
+    """PTX of one thread of a program: count it in the int64 at address, and put its clock, in ns, behind the last of
+    them; no more than `most` are put there."""
+    return f"""{{
+        .reg .pred first, fits;
+        .reg .b32 thread;
+        .reg .b64 count, place, now;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        mov.u64 count, {address};
+        mov.u64 place, {most};
+        mov.u64 now, %globaltimer;
+        @first atom.global.add.u64 place, [count], 1;
+        setp.lt.u64 fits, place, {most};
+        mad.lo.u64 place, place, 8, count;
+        @fits st.global.u64 [place+8], now;
+        mov.b32 $0, 0;
+    }}"""
 
 
 @triton.jit
@@ -160,7 +183,13 @@ if is_interpreting():
         time.sleep(ns.item() * 1e-9)
         return ns
 
-    register_asm(_CLOCK_NS.value, lambda: np.array([time.perf_counter_ns()]))
+    def interpreted_clock():
+        return np.array([time.perf_counter_ns()])
+
+    def interpreted_nothing():
+        return np.zeros(1, np.int32)
+
+    register_asm(_CLOCK_NS.value, interpreted_clock)
     register_asm(_CLOCKS_NS.value, lambda lanes: np.full(lanes.shape, time.perf_counter_ns()))
 
     def _poll(addresses):
@@ -178,4 +207,4 @@ if is_interpreting():
     register_asm(_SLEEP_NS.value, _sleep)
     register_asm(_RECIPROCAL.value, _divide_one)
     register_asm(_THROUGH_BF16.value, lambda v: decode(encode(v, tl.bfloat16), tl.bfloat16))
-    register_asm(_AWAIT_PREVIOUS.value, lambda: np.zeros(1, np.int32))
+    register_asm(_AWAIT_PREVIOUS.value, interpreted_nothing)

@@ -6,6 +6,7 @@ later ones go to the kernel it returned: at most about half the host's time (Tri
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -18,6 +19,10 @@ def launched(kernel):
     return Launched(kernel) if isinstance(kernel, triton.JITFunction) else kernel
 
 
+# Name of the kernel and number of programs of every launch, where somebody has put a list.
+log: list[tuple[str, int]] | None = None
+
+
 class Launched:
     """A jit function `fn` whose launches fn[grid](*args, **kwargs) find their compiled kernel by a key of our own.
 
@@ -27,6 +32,8 @@ class Launched:
     and hooks of the compilation; the hooks of a launch, which profilers use, run each time.
     Run-time arguments are positional and come first in the signature; constexprs and options are keywords.
     """
+
+    has_compiled = False  # any of them
 
     def __init__(self, fn: triton.JITFunction):
         self.fn = fn
@@ -39,12 +46,15 @@ class Launched:
         return functools.partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid, *args, **kwargs) -> CompiledKernel:
+        if log is not None:
+            log.append((self.fn.__name__, math.prod(grid)))
         key = _key(args, kwargs)
         compiled, constexprs = self._known.get(key, (None, ()))
         if compiled is not None:
             compiled[grid](*args, *constexprs)
             return compiled
         assert len(args) == self._num_args, f"{self.fn.__name__}: run-time arguments are positional, constexprs are not"
+        Launched.has_compiled = True
         compiled = self.fn[grid](*args, launch_pdl=True, **kwargs)
         if key is not None and isinstance(compiled, CompiledKernel):
             self._known[key] = compiled, tuple(kwargs.get(param.name, param.default) for param in self._constexprs)

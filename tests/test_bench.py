@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -152,6 +153,26 @@ def test_a_sweep_on_a_gpu(tmp_path):
     assert all((row.get("peak_bytes", 0) > 0) == (row["method"] in ("ours", "nccl")) for row in rows)
 
 
+@pytest.mark.gpu
+def test_clocks_of_replayed_graphs(tmp_path):
+    """In a process of its own, for kernels are compiled with them."""
+    what = ("--model", "256,128,8,2", "--tokens", "256", "--virtual", "2", "--directions", INFERENCE, BOTH)
+    command = [sys.executable, "-m", "dist_moe", "bench", "--clocks", *what, "--precisions", "bf16", "mxfp8"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not rows_of(tmp_path) and (tmp_path / "timeline.png").stat().st_size > 5000
+    calls = rows_of(tmp_path, outputs.TIMELINE)
+    assert {row["source"] for row in calls} == {timeline.CLOCKS}
+    for call, precision in itertools.product((INFERENCE, BOTH), ("bf16", "mxfp8")):
+        one = [row for row in calls if (row["call"], row["precision"]) == (call, precision)]
+        stages = {(row["direction"], row["stage"]) for row in one}
+        assert {("forward", "publish"), ("forward", "w2")} <= stages
+        assert (("backward", "wgrad_w13") in stages) == (call == BOTH)
+        ends = [row["start_us"] + row["us"] for row in one]
+        assert one[0]["start_us"] == 0 and ends == pytest.approx([row["start_us"] for row in one[1:]] + ends[-1:])
+        assert 0 < ends[-1] < 1e5
+
+
 # One call
 
 
@@ -282,6 +303,11 @@ def test_without_a_gpu_only_a_smoke_runs(monkeypatch):
         sweep.read_options([])
 
 
+def test_clocks_are_those_of_a_gpu():
+    with pytest.raises(ValueError, match="--smoke runs on the CPU"):
+        sweep.read_options(["--smoke", "--clocks"])
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -377,12 +403,38 @@ def test_slowdown_is_over_the_most_even_routing():
 
 
 def test_the_timeline_has_a_bar_a_stage():
-    about = {"shape": "m", "call": BOTH, "precision": "bf16", "T": 8, "routing": "uniform"}
-    parts = [timeline.Interval("forward", "dispatch", timeline.COMMUNICATION, 0.0, 4.0)]
-    parts += [timeline.Interval("forward", "w13", timeline.COMPUTE, 4.0, 6.0)]
-    (axes,) = pictures.timeline([a_row()], [about | vars(part) for part in parts]).axes
+    calls = a_call(timeline.EVENTS, dispatch=4.0, w13=6.0)
+    (axes,) = pictures.timeline([a_row()], calls).axes
     assert len(axes.collections) == 2 and [text.get_text() for text in axes.texts] == ["dispatch", "w13"]
     assert not pictures.timeline([a_row()], []).axes
+
+
+def test_the_timeline_prefers_the_clocks_of_kernels():
+    calls = a_call(timeline.EVENTS, dispatch=4.0, w13=6.0) + a_call(timeline.CLOCKS, publish=1.0, w2=2.0)
+    (axes,) = pictures.timeline([], calls).axes
+    assert [text.get_text() for text in axes.texts] == ["publish", "w2"]
+    assert "3 us by the kernels' clocks" in axes.get_title(loc="left")
+
+
+def test_a_call_that_is_recorded_again_replaces_the_earlier_recording(tmp_path):
+    first, other, again = (a_call(timeline.CLOCKS, routing=r, w2=us) for r, us in (("a", 1.0), ("b", 2.0), ("a", 3.0)))
+    for lines in (first, other, again):
+        about = {
+            name: value for name, value in lines[0].items() if name not in vars(timeline.Interval("", "", "", 0, 0))
+        }
+        outputs.put_call(tmp_path, about, lines)
+    assert rows_of(tmp_path, outputs.TIMELINE) == other + again
+
+
+def a_call(source: str, routing: str = "uniform", **stages: float) -> list[dict]:
+    about = {"shape": "m", "call": BOTH, "precision": "bf16", "T": 8, "routing": routing, "source": source}
+    about |= {"where": "2 processes", "gpu": "none"}
+    starts = itertools.accumulate(stages.values(), initial=0.0)
+    parts = [
+        timeline.Interval("forward", stage, timeline.kind_of(stage), start, us)
+        for (stage, us), start in zip(stages.items(), starts, strict=False)
+    ]
+    return [about | vars(part) for part in parts]
 
 
 # README
