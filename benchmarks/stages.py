@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dist_moe.moe import Path
+from dist_moe.calls import Path
 from dist_moe.shapes import STAGE_NAMES
 
 from .launch import Job

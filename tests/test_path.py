@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_moe import BlockScaledConfig, create_context, moe, testing
+from dist_moe import BlockScaledConfig, create_context, testing
+from dist_moe.calls import Path
 from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes, small
 from dist_moe.shapes import Small
@@ -303,7 +304,7 @@ def test_bits_are_the_same_with_swiglu_in_a_launch_of_its_own(backend, slot_fact
     """As in training on many rows; with num_sms, which reaches it."""
     case = Case("apart", K=4, E=8, T=20, slot_factor=slot_factor)
     fused = run(case.config(), case.inputs(), backend)
-    monkeypatch.setattr(moe.Path, "fuses_swiglu", lambda path, keep_h1: False)
+    monkeypatch.setattr(Path, "fuses_swiglu", lambda path, keep_h1: False)
     config = case.config(num_sms=1)
     with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
         seen = {}

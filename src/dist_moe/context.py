@@ -8,7 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from . import errors, memory_stats, moe, shapes
+from . import errors, meeting, memory_stats, shapes
+from .calls import LocalRank, Path
 from .config import as_int
 from .memory_plan import MemoryPlan
 from .memory_stats import MemoryStats
@@ -41,8 +42,8 @@ class Context:
             raise TypeError("Context cannot be constructed directly; use create_context()")
         self.group, self.world, self.config, self.device = (parts[k] for k in ("group", "world", "config", "device"))
         self.memory_plan: MemoryPlan = parts["plan"]
-        self.path: moe.Path = parts["path"]
-        self.ranks: list[moe.LocalRank] = parts["ranks"]
+        self.path: Path = parts["path"]
+        self.ranks: list[LocalRank] = parts["ranks"]
         self.name: str = parts["name"]
         self._lock = threading.RLock()
         self._closed = False
@@ -90,7 +91,7 @@ class Context:
     def experts_per_rank(self) -> int:
         return self.config.num_experts // self.world.size
 
-    def _rank(self) -> moe.LocalRank:
+    def _rank(self) -> LocalRank:
         self.require_open()
         return self.ranks[0]
 
@@ -146,7 +147,7 @@ class Context:
                 "call context.reset() on every rank"
             )
 
-    def _fault_of(self, r: moe.LocalRank, record: list[int]) -> errors.DistMoEError:
+    def _fault_of(self, r: LocalRank, record: list[int]) -> errors.DistMoEError:
         peer = record[0] >> shapes.FAULT_RANK_SHIFT
         return errors.from_fault_record(
             record,
@@ -181,7 +182,7 @@ class Context:
                     aborted = torch.full_like(r.stop_1, shapes.FAULT_ABORTED | r.rank << shapes.FAULT_RANK_SHIFT)
                     r.stop_1.copy_(torch.where(r.stop_1 == 0, aborted, r.stop_1))
                     for stage in (shapes.PUBLISHED, shapes.COMBINED):
-                        moe.signal(self.path, r, stage)
+                        meeting.signal(self.path, r, stage)
                 self._leave_stream()
         except Exception:
             logger.exception("rank %s could not tell its peers that it gives up", self.ranks[0].rank)
@@ -234,7 +235,7 @@ class Context:
             self.raise_fault()  # so that no peer still waits in a call
         for r in self.ranks:
             r.fault_F.zero_()
-        moe.exchange(self.path, self.ranks, shapes.RESET)
+        meeting.exchange(self.path, self.ranks, shapes.RESET)
         self._synchronize()
         for r in self.ranks:
             record = r.fault_F.tolist()

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import errors, moe, shapes, vmm
+from . import errors, shapes, vmm
+from .calls import LocalRank, Path
 from .config import Config, as_bool, as_float, config_hash
 from .context import BUILD, Context, live
 from .formats import by_name, row_pitch
@@ -114,7 +115,7 @@ def create_context(
         buffers.clear()
         world.close()
         raise
-    path = moe.Path(
+    path = Path(
         ops=ops,
         hidden_dim=config.hidden_dim,
         intermediate_dim=config.intermediate_dim,
@@ -223,9 +224,7 @@ def _activation_buffers(world: World, config: Config, plan: MemoryPlan):
         pool.shutdown(cancel_futures=True)
 
 
-def _local_rank(
-    world: World, config: Config, plan: MemoryPlan, rank: int, regions: dict, buffer: Tensor
-) -> moe.LocalRank:
+def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regions: dict, buffer: Tensor) -> LocalRank:
     def words(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=world.device)
 
@@ -247,7 +246,7 @@ def _local_rank(
         dtype = format.expanded_dtype if expands_rows else format.value_dtype
         values = {C: rows(buffer, row_pitch(format, C, expands_rows)).view(dtype) for C in (D, F, 2 * F)}
     T, K, W = config.num_local_input_tokens, config.top_k, world.size
-    return moe.LocalRank(
+    return LocalRank(
         rank=rank,
         regions=regions,
         pair_outputs=regions["outputs"].first(T, min(K, W), D),

@@ -1,10 +1,16 @@
-"""What an op that ends with a signal to the peers, or begins with a wait for them, has to know of it."""
+"""How ranks meet: signals to the peers and waits for them, as ops of their own or as an end or beginning of others."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .symm import Region
+
+if TYPE_CHECKING:
+    from .calls import LocalRank, Path
 
 
 @dataclass(frozen=True)
@@ -38,3 +44,40 @@ class Wait:
     @property
     def arguments(self) -> dict:
         return dict(vars(self))
+
+
+def exchange(path: Path, ranks: list[LocalRank], stage: int) -> None:
+    """Every rank tells its peers that it is here, then waits for them. Two launches: none both signals and waits."""
+    if path.exchanges:
+        for r in ranks:
+            signal(path, r, stage)
+    meet(path, ranks, stage)
+
+
+def meet(path: Path, ranks: list[LocalRank], stage: int) -> None:
+    """Every rank waits for its peers; all ranks have signalled by now."""
+    if path.exchanges:
+        for r in ranks:
+            wait(path, r, stage)
+
+
+def signal_of(path: Path, r: LocalRank, stage: int) -> Signal | None:
+    """What an op needs that ends with the signal."""
+    if not path.exchanges:
+        return None
+    return Signal(stage, r.rank, r.signals, r.sent_S, r.header, r.fault_F, r.finished_1)
+
+
+def wait_of(path: Path, r: LocalRank, stage: int) -> Wait | None:
+    """What an op needs that begins with the wait."""
+    return Wait(stage, r.rank, path.timeout_ns, r.signals, r.sent_S, r.fault_F) if path.exchanges else None
+
+
+def signal(path: Path, r: LocalRank, stage: int) -> None:
+    path.ops.signal(stage=stage, rank=r.rank, signals=r.signals, sent_S=r.sent_S, header=r.header, fault_F=r.fault_F)
+
+
+def wait(path: Path, r: LocalRank, stage: int) -> None:
+    path.ops.wait(
+        stage=stage, rank=r.rank, timeout_ns=path.timeout_ns, signals=r.signals, sent_S=r.sent_S, fault_F=r.fault_F
+    )

@@ -15,7 +15,7 @@ from . import moe, shapes
 from .quantized import Bundle
 
 if TYPE_CHECKING:
-    from .moe import BackwardCall, ForwardCall, LocalRank, Path
+    from .calls import BackwardCall, ForwardCall, LocalRank, Path
 
 
 def _rows(path: Path, r: LocalRank, words: tuple[Tensor, ...], word: int, width: int) -> Bundle:

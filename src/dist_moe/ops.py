@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import moe
+from .calls import BackwardCall, ForwardCall
 from .checkpoints import EARLY_STOP, is_first_run
 from .checks import check_call, require_route_outputs, wants_backward
 from .context import Context, live_context
@@ -69,7 +70,7 @@ def run_forward(
     saves_in_slot = save and slot != NO_SLOT
     if saves_in_slot:
         ctx.saved.push(slot, depth)
-    call = moe.ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, returns_routes)
+    call = ForwardCall(x_TD, ids_TK, scores_TK, w13, w2, out_TD, saves_in_slot, slot, depth, returns_routes)
     clip_stats = empty_clip_stats(x_TD, clip_limit)
     if clip_stats:
         call.clip_limit, (call.clip_stats_3,) = clip_limit, clip_stats
@@ -230,7 +231,7 @@ def run_backward(
         grad.view(shape) if grad.numel() else None
         for grad, shape in zip(grads[2:4], ((L, 2 * F, D), (L, D, F)), strict=True)
     )
-    call = moe.BackwardCall(
+    call = BackwardCall(
         # An expanded gradient, sum()'s for one, has strides of 0.
         grad_out_TD if grad_out_TD.stride(-1) == 1 else grad_out_TD.clone(memory_format=torch.contiguous_format),
         ids_TK,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import moe
+from .calls import BackwardCall, ForwardCall
 from .checks import check_call, wants_backward
 from .config import Config
 from .context import Context
@@ -117,7 +118,7 @@ def _forward_call(context: Context, tensors, weights: tuple, save: bool, asked: 
     returns_routes = callable_of(asked) is not None
     out_TD = empty_out(x_TD, ids_TK, returns_routes)
     inputs = (x_TD.detach(), ids_TK, scores_TK.detach(), *weights)
-    call = moe.ForwardCall(*inputs, out_TD, save, *context.saved.selected, returns_routes)
+    call = ForwardCall(*inputs, out_TD, save, *context.saved.selected, returns_routes)
     norm_weight_D, norm = norm_arguments_of(asked)
     call.norm = norm_of(norm_weight_D, norm)
     call.keep(*empty_norm_state(x_TD, ids_TK, save, norm))
@@ -137,7 +138,7 @@ class _Visit:
         self.targets = wgrads.resolve(self.context.config.wgrad_dtype, nodes)
         self.written = self.targets.written_by_backward(self.needed)
 
-    def call(self, call: moe.ForwardCall, grad_out_TD: Tensor, w13: Tensor, w2: Tensor) -> moe.BackwardCall:
+    def call(self, call: ForwardCall, grad_out_TD: Tensor, w13: Tensor, w2: Tensor) -> BackwardCall:
         context, config = self.context, self.context.config
         L, D, F = context.experts_per_rank, config.hidden_dim, config.intermediate_dim
         weights = (call.w13_L2FD, call.w2_LDF)
@@ -146,7 +147,7 @@ class _Visit:
         dtype = self.targets.dtype_of_new(self.needed, self.taken, self.wgrads)
         into = self.targets.into if self.written else {}
         accumulators(*(into[place].tensor if place in into else None for place in (W13, W2)))
-        return moe.BackwardCall(
+        return BackwardCall(
             grad_out_TD.contiguous(),
             call.ids_TK,
             call.scores_TK,
@@ -170,7 +171,7 @@ class _Visit:
             None if call.norm is None or call.norm.weight_D is None else torch.empty_like(call.norm.weight_D),
         )
 
-    def grads(self, call: moe.BackwardCall, w13: Tensor, w2: Tensor, stop_1: Tensor) -> list[Tensor | None]:
+    def grads(self, call: BackwardCall, w13: Tensor, w2: Tensor, stop_1: Tensor) -> list[Tensor | None]:
         """Of the rank's five inputs."""
         grads = {0: call.grad_x_TD, 2: call.grad_scores_TK}
         if not self.written:
