@@ -1,8 +1,9 @@
 """Values and scales of the block-scaled formats on the device: what every kernel that quantises shares.
 
 Magnitudes are compared as the integers of their bits, so that a NaN is the largest of all. Scales are made by integer
-arithmetic; e4m3 and e5m2 values by the conversion of sm_89 and later, which rounds to nearest even, and e2m1 values by
-comparisons. reference_formats has the exact formulas. Launch with enable_fp_fusion=False: every product is rounded.
+arithmetic; e4m3 and e5m2 values by the conversion of sm_89 and later, which rounds to nearest even, codes of e2m1 by
+integers too, and its values by an addition. reference_formats has the exact formulas. Launch with
+enable_fp_fusion=False: every product is rounded.
 """
 
 import functools
@@ -124,8 +125,8 @@ def quantise(
 
 
 @triton.jit
-def e2m1_values(v):
-    """FP32 of e2m1_codes; of a NaN it is 6, as code 7 is.
+def rounded_to_e2m1(v):
+    """FP32 of e2m1_codes; of a NaN 6 or -6, whose scale is NaN.
 
     Example: 2.5 lies between 2 and 4, whose values are 1 apart; 2^23, whose unit is 1, rounds it to 2 as it is added.
     """
@@ -154,7 +155,7 @@ def quantise_and_expand(
         v = v.to(tl.float8e5).to(tl.float32)
     else:
         tl.static_assert(ELEMENT == "e2m1" and TWO_LEVEL)
-        v = e2m1_values(v)
+        v = rounded_to_e2m1(v)
     scale = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) if TWO_LEVEL else powers(scales)
     return (v * tl.expand_dims(scale, AXIS)).to(DTYPE)
 

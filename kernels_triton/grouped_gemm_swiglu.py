@@ -36,6 +36,27 @@ from .swiglu import gate_up
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
 
 
+@triton.jit
+def _activate(
+    h1_ptr, h2_ptr, gate, up, row, col, row_end, F, alpha, limit, KEEP_H1: tl.constexpr, CLAMPED: tl.constexpr
+):
+    """Write h2 of a tile, and h1 where it is kept; by halves, as the FP32 of wide ones beside both operands spills."""
+    BLOCK_M: tl.constexpr = gate.shape[0]
+    BLOCK_F: tl.constexpr = gate.shape[1]
+    if BLOCK_F > 64:
+        gates = gate.reshape(BLOCK_M, 2, BLOCK_F // 2).permute(0, 2, 1).split()
+        ups = up.reshape(BLOCK_M, 2, BLOCK_F // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            at = col + half * (BLOCK_F // 2)
+            _activate(h1_ptr, h2_ptr, gates[half], ups[half], row, at, row_end, F, alpha, limit, KEEP_H1, CLAMPED)
+    else:
+        if KEEP_H1:
+            _store_tile(h1_ptr, gate, row, col, row_end, F, 2 * F, False)
+            _store_tile(h1_ptr + F, up, row, col, row_end, F, 2 * F, False)
+        g, u, sig = gate_up(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
+        _store_tile(h2_ptr, g * sig * u, row, col, row_end, F, F, False)
+
+
 @launched
 @triton.jit(do_not_specialize_on_alignment=["x_start_ptr", "h1_start_ptr", "h2_start_ptr", "stop_ptr"])
 def _grouped_gemm_swiglu(
@@ -86,11 +107,7 @@ def _grouped_gemm_swiglu(
             w = w13_desc.load([expert, 0, col, k]).reshape(2 * BLOCK_F, BLOCK_K)
             acc = tl.dot(x, w.T, acc)
         gate, up = acc.to(tl.bfloat16).reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
-        if KEEP_H1:
-            _store_tile(h1_ptr, gate, row, col, row_end, F, 2 * F, False)
-            _store_tile(h1_ptr + F, up, row, col, row_end, F, 2 * F, False)
-        g, u, sig = gate_up(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-        _store_tile(h2_ptr, g * sig * u, row, col, row_end, F, F, False)
+        _activate(h1_ptr, h2_ptr, gate, up, row, col, row_end, F, alpha, limit, KEEP_H1, CLAMPED)
 
 
 def grouped_gemm_swiglu(

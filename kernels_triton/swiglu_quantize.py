@@ -69,19 +69,20 @@ class Config:
 
 # Forward: a thread has 16 elements of a tile, whose rows are an atom of scales wide. Backward: three quantised matrices
 # leave registers for 8 elements a thread.
-FORWARD = Config(block_r=8, block_f=128, num_warps=2, programs_per_sm=12)
+FORWARD = Config(block_r=8, block_f=128, num_warps=2, programs_per_sm=10)
 BACKWARD = Config(block_r=32, block_f=32, num_warps=4, programs_per_sm=4)
 MAX_PARTS = 4
 
 
 @functools.cache
-def pick_forward(F: int, two_level: bool) -> Config:
-    """Two-level formats scale by the whole row, so that a tile is one row, 8 elements of each part a thread. Up to 16
-    warps and four parts, which are 16384 elements; a longer row takes several tiles."""
+def pick_forward(F: int, two_level: bool, expanded: bool) -> Config:
+    """Two-level formats scale by the whole row, so that a tile is one row, 8 elements of each part a thread, with up to
+    16 warps. A longer row takes several tiles."""
     if not two_level:
         return FORWARD
     warps = min(next_power_of_2(cdiv(F, 768)), 16)
-    return Config(1, 256 * warps, min(cdiv(F, 256 * warps), MAX_PARTS), warps, programs_per_sm=20 // warps)
+    most = MAX_PARTS if warps < 16 or expanded else 2  # whose registers do not suffice for more codes
+    return Config(1, 256 * warps, min(cdiv(F, 256 * warps), most), warps, programs_per_sm=20 // warps)
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
@@ -503,7 +504,7 @@ def swiglu_quantize(
     """
     F = check_swiglu_quantize("swiglu_quantize", h1_X2F, format, rows, row_start_P, num_rows_L)
     L = len(num_rows_L)
-    config = config or pick_forward(F, format.two_level)
+    config = config or pick_forward(F, format.two_level, rows.expanded)
     _swiglu_quantize[_grid(h1_X2F.device, config, num_sms)](
         h1_X2F,
         h1_start_1,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ARCHS = (90, 100)
-AWAIT = "griddepcontrol.wait"
+AWAIT, EARLY_LAUNCH = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 MEMORY = re.compile(r"\b(?:(?:ld|st)\.[\w.:]*global|(?:atom|red)\.(?!\w*shared)|cp\.async)")  # not the shared one
 MAX_SHARED_BYTES = 227 * 1024  # what a program can have on both
 
@@ -63,6 +63,8 @@ class Case:
             pass
         elif AWAIT not in result["ptx"]:
             found.append("does not wait for the launch before it")
+        elif EARLY_LAUNCH in result["ptx"]:
+            found.append("lets the next launch begin beside it")
         elif early := MEMORY.search(result["ptx"].split(AWAIT)[0]):
             found.append(f"{early[0]} before it waits for the launch before it")
         if result["serialized"]:

@@ -35,12 +35,12 @@ def expert_rows(counts, C: int, dtype=torch.float32):
 
 
 def assert_same_bits(found, want, what: str = "") -> None:
-    """Of tensors, or of None on both sides. Of a NaN in BF16 only that it is one: which one depends on the machine."""
+    """Of tensors, or of None on both sides. Of a NaN in 16 bits only that it is one: which depends on the machine."""
     for name, a, b in zip(getattr(want, "_fields", ("rows",)), found, want, strict=True):
         assert (a is None) == (b is None), f"{what} {name}"
         if b is not None:
             assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {name}: {a.dtype} {a.shape}"
-            if b.dtype == torch.bfloat16:
+            if b.dtype in (torch.bfloat16, torch.float16):
                 a, b = (torch.where(t.isnan(), torch.nan, t) for t in (a, b))
             differ = (a.cpu().contiguous().view(torch.uint8) != b.cpu().contiguous().view(torch.uint8)).nonzero()
             assert len(differ) == 0, f"{what} {name}: {len(differ)} bytes differ, the first at {differ[0].tolist()}"

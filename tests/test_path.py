@@ -314,6 +314,39 @@ def test_bits_are_the_same_with_swiglu_in_a_launch_of_its_own(backend, slot_fact
     assert "swiglu" in seen and "grouped_gemm_swiglu" not in seen
 
 
+@pytest.mark.parametrize(
+    "rows, keep_h1, D, preset, fuses",
+    [
+        (64, True, 7168, None, True),
+        (64, False, 7168, None, True),
+        (65, False, 4096, None, True),
+        (65, True, 4096, None, False),
+        (65, False, 4128, None, False),
+        (64, False, 4096, "1cta1mma_bm64_bn128", False),
+    ],
+)
+def test_where_w13_activates_what_it_made(rows, keep_h1, D, preset, fuses):
+    with create_context(group=World.virtual(2, "cpu"), config=Case("any").config(), backend="reference") as context:
+        changes = {"rows_per_expert": rows, "hidden_dim": D, "preset": preset}
+        assert replace(context.path, **changes).fuses_swiglu(keep_h1) == fuses
+
+
+def test_with_many_rows_inference_alone_fuses_and_bits_are_the_same(backend, monkeypatch):
+    monkeypatch.setattr("dist_moe.calls.DECODE_ROWS", 0)
+    case = Case("many rows", K=4, E=8, T=20)
+    config, seen, outs = case.config(), [], []
+    for inputs in (case.inputs(), forward_only(case.inputs())):
+        seen.append({})
+        with create_context(group=World.virtual(2, device_of(backend)), config=config, backend=backend) as context:
+            for op, function in ops_taking("num_sms", context):
+                setattr(context.path.ops, op, recording(seen[-1], op, function))
+            outs.append([result.out_TD for result in run(config, inputs, backend, context)])
+    training, inference = seen
+    assert "swiglu" in training and "grouped_gemm_swiglu" not in training
+    assert "grouped_gemm_swiglu" in inference and "swiglu" not in inference
+    assert all(map(torch.equal, *outs))
+
+
 def test_a_preset_reaches_the_products_and_the_layer_stays_right(backend):
     preset = "1cta1mma_bm64_bn128"
     case = Case("preset", K=4, E=8, T=20)

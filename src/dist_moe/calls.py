@@ -44,9 +44,9 @@ class Path:
         return self.geometry.format
 
     def fuses_swiglu(self, keep_h1: bool) -> bool:
-        """W13 with SwiGLU in its epilogue: in decode, and with many rows where h1 is not kept and D is small. Nothing
-        covers that epilogue, and a longer contraction makes W13 as slow by it as a pass over h1 does
-        (docs/performance.md). A preset asks for tiles that it does not have."""
+        """W13 with SwiGLU in its epilogue: in decode, where it saves a launch, and with many rows where h1 is not kept
+        and the contraction is short; a longer one gained nothing (docs/performance.md). A preset asks for tiles that
+        it does not have."""
         saves_time = self.rows_per_expert <= DECODE_ROWS or (not keep_h1 and self.hidden_dim <= FUSED_WIDTH)
         return saves_time and self.preset is None
 

@@ -26,6 +26,7 @@ def _fill(x_ptr, value):
 def clocks(monkeypatch) -> Clocks:
     monkeypatch.setattr(_device, "LEAVE_CLOCK", _device.LEAVE_CLOCK)
     monkeypatch.setattr(_launch, "log", None)
+    monkeypatch.setattr(_launch.Launched, "has_compiled", False)  # by other tests of this process
     return Clocks("cpu", most=8)
 
 

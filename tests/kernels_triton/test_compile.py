@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels_triton"
 JOBS = [pytest.param(case, arch, id=f"{case.id}-sm_{arch}") for case in CASES for arch in case.archs]
 # Kernels without sleeps: what they read and write is local and ordered by the stream alone.
-NOT_DELAYED = {"route:_scan", "route:_place", "plan_slots:_plan_forward", "finish:_finish"}
+NOT_DELAYED = {"route:_scan", "route:_place", "plan_slots:_plan_forward", "finish:_finish", "_clocks:_mark"}
 
 
 def compile_cases(path: Path, *arguments: str, delay_ns: int = 0) -> dict:

@@ -739,9 +739,10 @@ def test_choice_of_the_tile_on_hopper():
 def test_choice_of_the_expanded_tile_on_hopper():
     from dist_moe.kernels_triton.expanded_hopper import pick_config
 
-    for format in (NVFP4, MXFP8_E4M3):
-        configs = [pick_config(format, n) for n in (1, 8, 9, 16, 22, 32, 64, 70, None)]
-        assert [c.rows + c.tail for c in configs] == [16, 16, 16, 32, 32, 64, 80, 96, 128]
+    rows = (1, 8, 9, 16, 22, 23, 36, 37, 49, 64, 70, None)
+    for format, up_to_64 in ((NVFP4, [48, 48, 64, 64]), (MXFP8_E4M3, [64, 64, 64, 64])):
+        configs = [pick_config(format, n) for n in rows]
+        assert [c.rows + c.tail for c in configs] == [16, 16, 16, 32, 32, *up_to_64, 80, 96, 128]
 
 
 # Sizes of real models, compiled only

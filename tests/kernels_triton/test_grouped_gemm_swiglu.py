@@ -98,8 +98,10 @@ def test_a_stopped_call_touches_nothing(op, device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
-def test_bits_are_those_of_two_ops_with_the_tiles_of_many_rows_too(activation, device):
-    problem = Problem(RAGGED, device)
+@pytest.mark.parametrize("F, columns", [(32, 64), (96, 256), (160, 128)])
+def test_bits_are_those_of_two_ops_with_the_tiles_of_many_rows_too(F, columns, activation, device):
+    assert grouped_gemm.pick_config("forward", 2 * F, 64, 512).block_n == columns
+    problem = Problem(Case("many rows", RAGGED.rows, 64, F), device)
     assert_equal(problem.fused(activation, rows_per_expert=512), problem.one_by_one(activation, rows_per_expert=512))
 
 

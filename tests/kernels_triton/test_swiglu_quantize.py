@@ -3,6 +3,7 @@
 Every buffer begins poisoned and is compared whole, so what must not be written is compared too.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -31,6 +32,8 @@ POISON = 0xAB
 PLAIN, CLAMPED = Activation(), Activation("swiglu_clamped", alpha=1.702, limit=1.5)
 ACTIVATIONS = pytest.mark.parametrize("activation", [PLAIN, CLAMPED], ids=["plain", "clamped"])
 EACH_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+EXPANDED = (MXFP8_E4M3, NVFP4)
+EACH_EXPANDED = pytest.mark.parametrize("format", EXPANDED, ids=lambda f: f.name)
 
 CASES = [  # rows by expert, F, edge; the interpreter runs some ten tiles a second
     ((0, 0), 32, "no rows"),
@@ -95,7 +98,7 @@ class Problem:
         return buffer, torch.tensor([self.start], device=self.device)
 
     def bundle(self, format, width: int, columns: bool = False, expanded: bool = False) -> Bundle:
-        """Poisoned; values, scales and outer scales begin at three different places. Only columns are expanded."""
+        """Poisoned; values, scales and outer scales begin at three different places."""
 
         def poisoned(shape, dtype):
             return torch.full(shape, POISON, dtype=torch.uint8, device=self.device).view(dtype)
@@ -107,18 +110,21 @@ class Problem:
         if columns and expanded:
             return Bundle(poisoned((R + 9, 2 * width), format.expanded_dtype), start(self.start + 1))
         scales = padded_scales(width, R // 32) if columns else padded_scales(R, width // format.block)
-        outer = format.two_level and not columns
+        two_level = format.two_level and not columns
+        outer = (poisoned((4 * (R + 9),), torch.float32), start(self.start + 2)) if two_level else (None, None)
+        if expanded:
+            values = poisoned((R + 9, 2 * align(width, format.expanded_group)), format.expanded_dtype)
+            return Bundle(values, start(self.start + 1), None, None, *outer)
         return Bundle(
             poisoned((R + 9, width // format.values_per_byte), format.value_dtype),
             start(self.start + 1),
             poisoned((256 + scales[0] * scales[1] + 64,), format.scale_dtype),
             start(256),
-            poisoned((4 * (R + 9),), torch.float32) if outer else None,
-            start(self.start + 2) if outer else None,
+            *outer,
         )
 
-    def forward(self, op, activation, format, **options) -> Bundle:
-        rows = self.bundle(format, self.F)
+    def forward(self, op, activation, format, expanded=False, **options) -> Bundle:
+        rows = self.bundle(format, self.F, expanded=expanded)
         experts = (self.start_P, self.num_rows_L)
         op(*self.put(self.h1), rows, *experts, format=format, activation=activation, stop_1=self.stop, **options)
         return rows
@@ -184,10 +190,10 @@ def assert_near(problem: Problem, found: Bundle, want: Bundle, format, width: in
 # ---- the bits ------------------------------------------------------------------------------------------------------
 
 
-def assert_forward_bits(problem: Problem, activation, format, **options) -> None:
-    want = problem.bundle(format, problem.F)
+def assert_forward_bits(problem: Problem, activation, format, expanded=False, **options) -> None:
+    want = problem.bundle(format, problem.F, expanded=expanded)
     put_rows(want, problem.fp32(activation)[0], problem.real.to(problem.device), format)
-    assert_same_bits(problem.forward(kernels.swiglu_quantize, activation, format, **options), want)
+    assert_same_bits(problem.forward(kernels.swiglu_quantize, activation, format, expanded, **options), want)
 
 
 def assert_backward_bits(problem: Problem, activation, format, columns=(True, True), expanded=False, **options) -> None:
@@ -205,27 +211,10 @@ def assert_backward_bits(problem: Problem, activation, format, columns=(True, Tr
     assert found[3][: problem.R][~real].isnan().all() and found[3][problem.R :].isnan().all()
 
 
-def expanded_rows(problem: Problem, format) -> Bundle:
-    """Poisoned, as bundles of codes are."""
-    codes = problem.bundle(format, problem.F)
-    shape = (len(codes.values), 2 * align(problem.F, format.expanded_group))
-    values = torch.full(shape, POISON, dtype=torch.uint8, device=problem.device).view(format.expanded_dtype)
-    return codes._replace(values=values, scales=None, scales_start_1=None)
-
-
 @EACH_CASE
-@pytest.mark.parametrize("format", (MXFP8_E4M3, NVFP4), ids=lambda f: f.name)
-def test_forward_expanded_is_what_the_quantiser_means(counts, F, edge, format, device):
-    problem = Problem(counts, F, device)
-    want, found = (expanded_rows(problem, format) for _ in range(2))
-    put_rows(want, problem.fp32(PLAIN)[0], problem.real.to(problem.device), format)
-    kernels.swiglu_quantize(
-        *problem.put(problem.h1), found, problem.start_P, problem.num_rows_L, format=format, activation=PLAIN,
-        stop_1=problem.stop,
-    )  # fmt: skip
-    assert torch.equal(found.values.view(torch.int16), want.values.view(torch.int16))
-    if format.two_level:
-        assert torch.equal(found.outer_inv.view(torch.int32), want.outer_inv.view(torch.int32))
+@EACH_EXPANDED
+def test_expanded_forward_has_the_bits_of_the_quantiser(counts, F, edge, format, device):
+    assert_forward_bits(Problem(counts, F, device), CLAMPED if F == 96 else PLAIN, format, expanded=True)
 
 
 @EACH_CASE
@@ -287,12 +276,25 @@ def test_columns_of_g1_over_g2(device):
     ids=["parts with a tail", "rows of two tiles", "rows of four tiles", "whole parts", "a tail in the third part"],
 )
 def test_outer_scales_are_of_whole_rows(F, config, device):
+    assert_forward_bits(spiked((3, 0, 1, 5), F, device), PLAIN, NVFP4, config=config)
+
+
+@pytest.mark.parametrize(
+    "F, config",
+    [(768, None), (800, None), (1056, Config(1, 256, parts=2)), (2880, None)],
+    ids=["whole parts", "a tail that is no group", "rows of three tiles", "a tail in the third part"],
+)
+def test_expanded_rows_have_their_outer_scales_too(F, config, device):
+    assert_forward_bits(spiked((3, 0, 1, 5), F, device), PLAIN, NVFP4, expanded=True, config=config)
+
+
+def spiked(counts, F, device) -> Problem:
     """The largest magnitude of a row in each of its parts in turn; one real row in an expert of padding, and none."""
-    problem = Problem((3, 0, 1, 5), F, device)
+    problem = Problem(counts, F, device)
     for row, col in enumerate(torch.linspace(0, F - 1, int(problem.real.sum())).long()):
         at = int(problem.real.nonzero()[row])
         problem.h1[at, col], problem.h1[at, F + col] = 40.0, 50.0
-    assert_forward_bits(problem, PLAIN, NVFP4, config=config)
+    return problem
 
 
 @pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True)], ids=["none", "g1", "h2"])
@@ -311,6 +313,8 @@ def test_columns_that_are_not_wanted(columns, device):
 def test_any_size(device, rows, blocks, clamped, format):
     activation, problem = CLAMPED if clamped else PLAIN, Problem((rows,), 32 * blocks, device)
     assert_forward_bits(problem, activation, format, config=Config(32, 128))
+    if format in EXPANDED:
+        assert_forward_bits(problem, activation, format, expanded=True, config=Config(16, 256))
     if format.values_per_byte == 1:
         assert_backward_bits(problem, activation, format, config=Config(32, 32))
 
@@ -318,9 +322,12 @@ def test_any_size(device, rows, blocks, clamped, format):
 @EACH_FORMAT
 def test_what_is_not_finite_stays_in_its_block_or_row(format, device):
     """Rows and columns of a broken block are NaN, as the quantisers make them; nothing else changes."""
-    problem = Problem((36,), 64, device)
-    problem.h1[2, 5], problem.h1[34, 64 + 7], problem.h1[35, 40] = NAN, INF, -INF
+    F = format.expanded_group  # the columns behind F that fill a group are NaN with their row
+    problem = Problem((36,), F, device)
+    problem.h1[2, 5], problem.h1[34, F + 7], problem.h1[35, 40] = NAN, INF, -INF
     assert_forward_bits(problem, PLAIN, format)
+    if format in EXPANDED:
+        assert_forward_bits(problem, PLAIN, format, expanded=True)
     if format.values_per_byte == 1:
         problem.g2[3, 9] = -INF
         assert_backward_bits(problem, PLAIN, format)
@@ -466,7 +473,11 @@ def test_refusals(device):
 
 def test_tiles_lie_in_one_expert_and_in_the_rows_of_an_atom(device):
     assert formats.ROW_ALIGNMENT % 32 == 0 and SCALE_ATOM[0] % 32 == 0
-    forward = [kernels.pick_forward(F, two_level) for F in (32, 1536, 2880, 40000) for two_level in (False, True)]
+    forward = [
+        kernels.pick_forward(F, *how)
+        for F in (32, 1536, 2880, 40000)
+        for how in itertools.product((False, True), repeat=2)
+    ]
     for config in (*forward, kernels.BACKWARD):
         assert 32 % config.block_r == 0 and config.block_f % 32 == 0
         assert config is kernels.BACKWARD or config.block_f % (32 * SCALE_ATOM[1]) == 0
@@ -494,6 +505,9 @@ def test_rows_past_two_to_the_31_elements(device):
 def test_real_sizes(activation, format, device):
     problem = Problem((512, 431, 0, 600, 3000), 2880, device)
     assert_forward_bits(problem, activation, format)
+    if format in EXPANDED:
+        assert_forward_bits(problem, activation, format, expanded=True)
+        assert_forward_bits(spiked((60, 0, 77), 14336, device), activation, format, expanded=True)
     if format.values_per_byte == 1:
         assert_backward_bits(problem, activation, format)
         assert_backward_bits(problem, activation, format, expanded=True)

@@ -46,7 +46,7 @@ def _nothing(builder, ins, mods):
     forms = (
         r"nanosleep\.u32",
         r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32",
-        r"griddepcontrol\.(launch_dependents|wait)",
+        r"griddepcontrol\.wait",
         r"pmevent",
     )
     if not any(re.fullmatch(form, ins.opcode) for form in forms):

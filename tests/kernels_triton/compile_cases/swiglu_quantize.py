@@ -35,7 +35,7 @@ def case(
 
 
 def forward(format, clamped: bool, fast_math: bool = False, F: int = 2048, expanded: bool = False) -> Case:
-    config = pick_forward(F, format.two_level)
+    config = pick_forward(F, format.two_level, expanded)
     outer = ("outer_inv_ptr", "outer_inv_start_ptr")
     scales = () if expanded else ("scales_ptr", "scales_start_ptr")
     values = "*u8" if not expanded else "*fp16" if format.two_level else "*bf16"
@@ -110,7 +110,7 @@ CASES = (
     forward(MXFP4, clamped=False),
     forward(MXFP8_E4M3, clamped=False, expanded=True),
     *(forward(NVFP4, clamped=True, F=F) for F in (96, 768, 1536, 2880, 8192, 14336)),
-    *(forward(NVFP4, clamped=False, F=F, expanded=True) for F in (768, 2880, 14336)),
+    *(forward(NVFP4, clamped=clamped, F=F, expanded=True) for F in (768, 2880, 14336) for clamped in (False, True)),
     backward(MXFP8_E4M3, clamped=True),
     backward(MXFP8_E4M3, clamped=False, fast_math=True),
     backward(MXFP8_E4M3, clamped=True, expanded=True),
