@@ -325,8 +325,8 @@ def _contract(
     TAIL_ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL_ACC, 2)
-    # The next step's codes are taken before the last part, where registers suffice for both.
-    TAKE: gl.constexpr = STEP // PART - (1 if FP4 and HAS_TAIL and TAIL > 16 else 2)
+    # The next step's codes are taken before the last part where registers suffice for both, and for zeros of no tail.
+    TAKE: gl.constexpr = STEP // PART - (1 if FP4 and TAIL > 16 else 2)
     acc = gl.zeros([SIDE_ROWS, ROWS], gl.float32, layout=ACC)
     tail = gl.zeros([SIDE_ROWS, TAIL], gl.float32, layout=TAIL_ACC)
     step = first_step
