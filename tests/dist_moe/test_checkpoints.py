@@ -52,8 +52,8 @@ def context(request):
 @pytest.fixture
 def forwards(monkeypatch):
     """How often the path has run forward."""
-    calls, forward = [], dist_moe.context.moe.forward
-    monkeypatch.setattr(dist_moe.context.moe, "forward", lambda *given: (calls.append(None), forward(*given)))
+    calls, forward = [], dist_moe.moe.forward
+    monkeypatch.setattr(dist_moe.moe, "forward", lambda *given: (calls.append(None), forward(*given)))
     return calls
 
 
