@@ -7,13 +7,14 @@ Grid: persistent, one program an SM; reads and writes local memory only, no barr
 Rows are read by every tile of columns, so their producer has multiplied them by their scales already: "expanded", 16
 bits a value, exact, in the order of formats.expanded_order. Weights are read once or a few times: they stay codes in
 memory and become 16-bit values in registers, from where the tensor cores take them as the operand of 128 rows; the
-result comes out transposed. That costs two to three instructions a value, for all rows of a tile together.
+result comes out transposed. That costs some two instructions a value, for all rows of a tile together.
 
     e2m1 codes and e4m3 scales -> FP16. A code whose bits are put at the top of a half's mantissa and the end of its
         exponent is its value times 2^-14; that times the scale is exact: the least product is 2^-24. So the FP32 sum
         is multiplied by 2^14.
-    e4m3 codes and E8M0 scales -> BF16. A code in the same place is its value times 2^-120, and two multiplications by
-        powers of two, 2^120 and the scale, are exact. Scale 2^-127, as of zeros, counts as 0 and NaN as infinity.
+    e4m3 codes and E8M0 scales -> BF16. A code in the same place is its value times 2^-120, which times 2^120 and times
+        the scale is exact, or rounded once where it is subnormal. Up to scale 2^7, and no weight that a model learns
+        has more, both are one factor; a warp that sees a larger one multiplies twice. NaN counts as infinity.
 
 The sum does not care for the order of the contraction, so it is that in which a thread finds whole words of codes that
 share a scale: see `_take`, `_halves_of_e2m1` and `_halves_of_e4m3`. The bits of an output depend on its own row and
@@ -65,19 +66,29 @@ PAIRS_OF_E2M1 = """
     and.b32 h, z, 0x8e008e00;
     mul.rn.f16x2 {lower}, h, $10;
 """
-# Of a word bytes 1 and 3, and bytes 0 and 2.
+# Of word w bytes 0 and 2, and bytes 1 and 3, at the end of the exponent and the top of the mantissa of a BF16.
 PAIRS_OF_E4M3 = """
-    shr.u32 y, {word}, 4;
-    and.b32 y, y, 0x07f007f0;
-    lop3.b32 y, {word}, 0x80008000, y, 0xea;
-    mul.rn.bf16x2 y, y, up;
-    mul.rn.bf16x2 {upper}, y, $6;
     shl.b32 y, {word}, 4;
     and.b32 y, y, 0x07f007f0;
     shl.b32 x, {word}, 8;
-    lop3.b32 y, x, 0x80008000, y, 0xea;
-    mul.rn.bf16x2 y, y, up;
-    mul.rn.bf16x2 {lower}, y, $6;
+    lop3.b32 {lower}, x, 0x80008000, y, 0xea;
+    shr.u32 y, {word}, 4;
+    and.b32 y, y, 0x07f007f0;
+    lop3.b32 {upper}, {word}, 0x80008000, y, 0xea;
+"""
+# With a scale s, code 0 of which is 2^-127, and every one of the warp at most 2^7, values are multiplied by 2^(120 + s);
+# else by 2^120 and then by 2^s.
+FACTORS_OF_E4M3 = """
+    add.u32 f0, {scale0}, 0x3c003c00;
+    add.u32 f1, {scale1}, 0x3c003c00;
+    max.u32 x, {scale0}, {scale1};
+    setp.gt.u32 far, x, 0x43004300;
+    vote.sync.any.pred far, far, 0xffffffff;
+    @!far bra.uni NEAR;
+    {boosted}
+    max.u32 f0, {scale0}, 0x00400040;
+    max.u32 f1, {scale1}, 0x00400040;
+    NEAR:
 """
 
 
@@ -94,16 +105,23 @@ def _e2m1_to_halves() -> str:
 
 
 def _e4m3_to_halves() -> str:
-    text = "{ .reg .b32 x, y, up, o<4>; mov.b32 up, 0x7b807b80;"  # 2^120 twice
-    for word, first in ((4, 0), (5, 2)):
-        text += PAIRS_OF_E4M3.format(word=f"${word}", lower=f"o{first}", upper=f"o{first + 1}")
-    return text + "".join(f"mov.b32 ${i}, o{i};" for i in range(4)) + "}"
+    """Of four words of a row and four of another, whose scales are in the first and the fifth."""
+    text = "{ .reg .b32 x, y, f0, f1, v<16>; .reg .pred far;"
+    for i in range(8):
+        text += PAIRS_OF_E4M3.format(word=f"${16 + i}", lower=f"v{2 * i}", upper=f"v{2 * i + 1}")
+    boosted = "mov.b32 x, 0x7b807b80;" + "".join(f"mul.rn.bf16x2 v{i}, v{i}, x;" for i in range(16))  # 2^120 twice
+    text += FACTORS_OF_E4M3.format(scale0="$24", scale1="$28", boosted=boosted)
+    for i in range(16):  # result 2 c + upper of word 2 b + c of either row
+        place = 4 * (i % 4) + i // 4
+        text += f"mul.rn.bf16x2 ${place}, v{i}, f{i // 8};"
+    return text + "}"
 
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 E2M1_TO_HALVES = gl.constexpr(_e2m1_to_halves())
 E4M3_TO_HALVES = gl.constexpr(_e4m3_to_halves())
+E4M3_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 SCALES_TO_HALVES = gl.constexpr(
     """{
     .reg .b16 low, high;
@@ -250,11 +268,11 @@ def _halves_of_e4m3(words, scales):
     R: gl.constexpr = words.shape[0]
     p0, p1, q0, q1 = gl.inline_asm_elementwise(
         E4M3_TO_HALVES,
-        "=r,=r,=r,=r,r,r,r,r",
+        E4M3_REGISTERS,
         [words, scales],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         is_pure=False,
-        pack=2,
+        pack=8,
     )
     halves = gl.reshape(gl.join(gl.join(p0, p1), gl.join(q0, q1)), [R, 4, 2, 2, 2, 2])  # [R, a, b, e, d, c]
     return gl.reshape(gl.permute(halves, (0, 2, 5, 4, 1, 3)), [R, PART])
