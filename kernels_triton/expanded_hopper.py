@@ -76,8 +76,8 @@ PAIRS_OF_E4M3 = """
     and.b32 y, y, 0x07f007f0;
     lop3.b32 {upper}, {word}, 0x80008000, y, 0xea;
 """
-# With a scale s, code 0 of which is 2^-127, and every one of the warp at most 2^7, values are multiplied by 2^(120 + s);
-# else by 2^120 and then by 2^s.
+# Values are multiplied by 2^(120 + s) where every scale 2^s that the warp sees is at most 2^7, else by 2^120 and by
+# 2^s; the code of 2^-127 is 0, as a BF16 it is subnormal.
 FACTORS_OF_E4M3 = """
     add.u32 f0, {scale0}, 0x3c003c00;
     add.u32 f1, {scale1}, 0x3c003c00;
