@@ -39,8 +39,10 @@ def stage_name(shape: Shape, op: str, args: tuple, kwargs: dict) -> str:
     """An op's stage: products by their weight, signals and waits by their event, others by themselves."""
     if op in _GEMMS:
         name, at = _GEMMS[op]
-        _, rows, columns = args[at].shape
-        return name.format("w13" if rows == 2 * shape.F and columns in (shape.D, shape.D // 2) else "w2")
+        weight = args[at]
+        values_per_byte = 2 if weight.dtype == torch.float4_e2m1fn_x2 else 1
+        is_w13 = weight.shape[1:] == (2 * shape.F, shape.D // values_per_byte)
+        return name.format("w13" if is_w13 else "w2")
     if op in ("signal", "wait"):
         return f"{op} {STAGE_NAMES[kwargs['stage']]}"
     return op

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_formats, bench_memory, bench_op, bench_path, checks, report, scaled_gemms, sm100_model
+from benchmarks import (
+    bench_formats,
+    bench_memory,
+    bench_op,
+    bench_path,
+    checks,
+    report,
+    scaled_gemms,
+    sm100_model,
+    stages,
+)
 from benchmarks.gemms import ExpertGemms
 from benchmarks.launch import Job, Miss
 from benchmarks.roofs import Roofs, Work, backward_work, forward_work, fp32_wgrad_work, norm_work, total
@@ -16,7 +26,7 @@ from benchmarks.shapes import MODELS, ROUTINGS, SCHEMES, SHAPES, SMOKE, Shape, T
 from benchmarks.timing import Method, measure, summarize
 
 from dist_moe import plan_memory, planner, reference, testing
-from dist_moe.formats import MXFP8_E4M3, NVFP4
+from dist_moe.formats import FORMATS, MXFP8_E4M3, NVFP4
 from dist_moe.kernels_cute.tiles import Tile
 from dist_moe.shapes import align
 from dist_moe.virtual import RankResults
@@ -428,6 +438,17 @@ def test_rows_of_stages(smokes, how):
         if how == "virtual":  # of processes the slowest is shown, stage by stage
             assert sum(parts) == pytest.approx(by[direction, "whole"]["us"])
     assert {"wait published", "wait combined"} <= {row["method"] for row in rows}
+
+
+@pytest.mark.parametrize("D, F", [(256, 128), (128, 128), (128, 256)], ids=["2 F = D", "F = D", "F = 2 D"])
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=lambda format: format.name if format else "bf16")
+def test_products_of_any_widths_have_the_names_of_their_weights(format, D, F):
+    shape, per_byte = Shape("any", D, F, 8, 2), format.values_per_byte if format else 1
+    dtype = format.value_dtype if format else torch.bfloat16
+    for name, rows, columns in (("w13", 2 * F, D), ("w2", D, F)):
+        weight = torch.empty(4, rows, columns // per_byte, dtype=dtype)
+        op, args = ("grouped_gemm_scaled", (None, weight)) if format else ("grouped_gemm", (None, None, weight))
+        assert stages.stage_name(shape, op, args, {}) == name
 
 
 def test_rows_that_are_there_are_not_measured_again(smokes, monkeypatch, capsys):
