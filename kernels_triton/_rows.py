@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dist_moe.shapes import next_power_of_2
+from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import is_interpreting, num_programs
 
@@ -27,12 +27,33 @@ class RowTile:
         and spills. 255 is what a thread can have."""
         return {"num_warps": self.num_warps, "maxnreg": min(65536 // (self.programs_per_sm * self.num_warps * 32), 255)}
 
+    @property
+    def unroll(self) -> int:
+        """How many rows of a pair are on their way together: of a smaller tile more have registers."""
+        return 3 if self.rows * self.block_d > 2048 else 4
+
 
 @functools.cache
-def pick_row_tile(hidden_dim: int) -> RowTile:
-    """16 KB in flight a program: 8 rows by 2 KB, or more of shorter rows; blocks of 1024 waste little on odd widths."""
+def pick_row_tile(hidden_dim: int, most_rows: int | None = None, programs: int = 0) -> RowTile:
+    """16 KB in flight a program: 8 rows by 2 KB, or more of shorter rows; blocks of 1024 waste little on odd widths.
+
+    most_rows: that ever come. Where so few leave some of the programs without any, as in decode, tiles have fewer rows,
+    and at last fewer columns: what a program does there is to wait for memory, one access after another.
+    """
     block_d = min(1024, next_power_of_2(hidden_dim))
-    return RowTile(rows=min(8192 // block_d, 64), block_d=block_d)
+    rows = min(8192 // block_d, 64)
+    if most_rows is None or cdiv(most_rows, rows) * cdiv(hidden_dim, block_d) >= programs:
+        return RowTile(rows, block_d)
+    while rows > 1 and cdiv(most_rows, rows) * cdiv(hidden_dim, block_d) < programs:
+        rows //= 2
+    while block_d > 256 and most_rows * cdiv(hidden_dim, block_d) < programs:
+        block_d //= 2
+    return RowTile(rows, block_d, num_warps=min(max(rows * block_d // 256, 1), 8))  # 16 bytes a thread and row
+
+
+def few_rows(device: torch.device, most_rows: int, num_sms: int | None) -> dict[str, int]:
+    """What pick_row_tile takes of a grid that row_grid makes of its tile."""
+    return {"most_rows": most_rows, "programs": row_grid(device, RowTile(0, 0), num_sms)[0]}
 
 
 def row_grid(device: torch.device, tile: RowTile, num_sms: int | None = None) -> tuple[int]:
@@ -128,3 +149,16 @@ def pair_block(pair, num_pairs, num_routes, pair_start_ptr):
     first = tl.load(pair_start_ptr + pair, mask=in_use, other=0)
     end = tl.load(pair_start_ptr + pair + 1, mask=pair + 1 < num_pairs, other=num_routes)
     return first, tl.where(in_use, end - first, 0)
+
+
+@triton.jit
+def pair_rows_and_scores(first, count, i, pair_rows_ptr, row_scores_ptr, UNROLL: tl.constexpr):
+    """Rows i, ..., i + UNROLL - 1 of every pair, 0 where it has fewer, and their scores, 0.0 likewise, or none without
+    row_scores_ptr. No load waits for another pair's or row's."""
+    rows, scores = (), ()
+    for j in tl.static_range(UNROLL):
+        rows += (tl.load(pair_rows_ptr + first + i + j, mask=i + j < count, other=0),)
+    if row_scores_ptr is not None:
+        for j in tl.static_range(UNROLL):
+            scores += (tl.load(row_scores_ptr + rows[j], mask=i + j < count, other=0.0),)
+    return rows, scores

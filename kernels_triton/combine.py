@@ -27,6 +27,7 @@ from ._rows import (
     RowTile,
     column_shares,
     column_window,
+    few_rows,
     num_parts,
     pair_block,
     peer_pointers,
@@ -36,7 +37,7 @@ from ._rows import (
 )
 from .barrier import ending, send_when_last, wait_for_all
 
-UNROLL = tl.constexpr(3)  # rows of a pair, or of a token, that are loaded together
+UNROLL = tl.constexpr(3)  # rows of a token that are loaded together
 
 
 @launched
@@ -138,6 +139,7 @@ def _combine_pairs(
     PAIRS: tl.constexpr,
     SOURCES: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,  # rows of a pair that are loaded together
     STAGE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -417,7 +419,7 @@ def combine(
     (T_max, J, D), W = outputs.own.shape, len(outputs.peers)
     assert (score_grads is None) == (row_score_grads_R is None)
     first, width = column_window(columns, D, rows_XD)
-    tile = pick_row_tile(width)
+    tile = pick_row_tile(width, **few_rows(rows_XD.device, T_max * (W if dedup else J), num_sms))
     grid = row_grid(rows_XD.device, tile, num_sms)
     widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
     grads = (None if score_grads is None else score_grads.table_W, row_score_grads_R)
@@ -428,7 +430,7 @@ def combine(
         _combine_pairs[grid](
             outputs.table_W, *grads, row_scores_R, plan.row_to_slot_R, *pairs, plan.num_routes_1, rows_XD, start_1,
             stop_1, num_slots, T_max * J, first, *signal,
-            PAIRS=tile.rows, SOURCES=W, **widths, **stage, **tile.options, enable_fp_fusion=False,
+            PAIRS=tile.rows, SOURCES=W, UNROLL=tile.unroll, **widths, **stage, **tile.options, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _combine_routes[grid](

@@ -21,8 +21,10 @@ from ._launch import launched
 from ._rows import (
     column_shares,
     column_window,
+    few_rows,
     num_parts,
     pair_block,
+    pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
@@ -129,6 +131,7 @@ def _dispatch_pairs(
     PAIRS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,  # rows of a pair that are stored together
 ):
     """Pairs one by one: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
@@ -166,15 +169,17 @@ def _dispatch_pairs(
         for d in range(first_d, end_d, BLOCK_D):
             mask_d = (d + offs_d < end_d)[None, :]
             next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
-            for i in range(most):
-                here = i < count
-                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                value = x
-                if HALF == 0:
-                    score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
-                    value = tl.where((score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
-                row_ptrs = rows_ptr + (start + row) * PITCH
-                tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=here[:, None] & mask_d)
+            for i in range(0, most, UNROLL):
+                rows, scores = pair_rows_and_scores(
+                    first, count, i, pair_rows_ptr, row_scores_ptr if HALF == 0 else None, UNROLL
+                )
+                for j in tl.static_range(UNROLL):
+                    value = x
+                    if HALF == 0:
+                        value = tl.where((scores[j].to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
+                    row_ptrs = rows_ptr + (start + rows[j]) * PITCH
+                    mask = (i + j < count)[:, None] & mask_d
+                    tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
             x = next_x
 
 
@@ -190,7 +195,7 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
     """
     (T_max, K), D, W = scores.own.shape, tokens.own.shape[-1], len(tokens.peers)
     first, width = column_window(columns, D, rows_XD)
-    tile = pick_row_tile(width)
+    tile = pick_row_tile(width, **few_rows(rows_XD.device, T_max * (W if dedup else K), num_sms))
     grid = row_grid(rows_XD.device, tile, num_sms)
     into = (rows_XD, start_1, row_scores_R, stop_1, T_max, first)
     widths = {"D": D, "WIDTH": width, "PITCH": rows_XD.shape[1], "BLOCK_D": tile.block_d}
@@ -199,7 +204,8 @@ def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_
         J = min(K, W)
         _dispatch_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, plan.num_routes_1, *into,
-            HALF=half, K=K, K2=next_power_of_2(K), J=J, PAIRS=tile.rows, W=W, **widths, **tile.options,
+            HALF=half, K=K, K2=next_power_of_2(K), J=J, PAIRS=tile.rows, UNROLL=tile.unroll, W=W, **widths,
+            **tile.options,
         )  # fmt: skip
     else:
         _dispatch_routes[grid](

@@ -23,8 +23,10 @@ from ._launch import launched
 from ._rows import (
     RowTile,
     column_shares,
+    few_rows,
     num_parts,
     pair_block,
+    pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
@@ -226,6 +228,7 @@ def _dispatch_packed_pairs(
     PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    UNROLL: tl.constexpr,  # rows of a pair that are stored together
 ):
     """Pairs one by one: program p takes the items p, p + programs, ..., shares of blocks of PAIRS pairs.
 
@@ -266,7 +269,7 @@ def _dispatch_packed_pairs(
             values = _load_expanded(wire_ptrs, in_use, first_v, end_v, VALUE_WORDS, BLOCK_V, ELEMENT, BLOCK)
         else:
             values = _load_values(wire_ptrs, in_use, first_v, end_v, BLOCK_V)
-            scales = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
+            scale_words = _load_scales(wire_ptrs, once, VALUE_WORDS, NUM_SCALES, BLOCK_S)
         if outer_inv_ptr is not None:
             outer = token * (WIRE_BYTES // 2) + VALUE_WORDS * 2 + NUM_SCALES // 2
             outer_inv = _load_outer(peer_pointers(tokens_table_ptr, src, outer, once, tl.int16, 2), once)
@@ -275,15 +278,14 @@ def _dispatch_packed_pairs(
             first, count, src, T_max * K, pair_rows_ptr, row_to_slot_ptr, scores_table_ptr, row_scores_ptr, K2
         )
         if first_v == 0:
-            for i in range(most):
-                here = i < count
-                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
-                alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-                if not EXPANDED:
-                    _store_scales(scales, row, alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
-                if outer_inv_ptr is not None:
-                    tl.store(outer_inv_ptr + outer_inv_start + row, tl.where(alive, outer_inv, 0), mask=here)
+            for i in range(0, most, UNROLL):
+                rows, scores = pair_rows_and_scores(first, count, i, pair_rows_ptr, row_scores_ptr, UNROLL)
+                for j in tl.static_range(UNROLL):
+                    here, alive = i + j < count, scores[j].to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+                    if not EXPANDED:
+                        _store_scales(scale_words, rows[j], alive, here, scales_ptr, scales_start, NUM_SCALES, BLOCK_S)
+                    if outer_inv_ptr is not None:
+                        tl.store(outer_inv_ptr + outer_inv_start + rows[j], tl.where(alive, outer_inv, 0), mask=here)
         end_out = tl.cdiv(end_v, END_UNIT) * END_UNIT * GROWTH
         for v in range(first_v, end_v, BLOCK_V):
             place = v * GROWTH + offs_v
@@ -294,25 +296,24 @@ def _dispatch_packed_pairs(
                 )
             else:
                 next_values = _load_values(wire_ptrs, in_use, v + BLOCK_V, end_v, BLOCK_V)
-            for i in range(most):
-                here = i < count
-                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                score = tl.load(row_scores_ptr + row, mask=here, other=0.0)
-                alive = score.to(tl.int32, bitcast=True) != NEGATIVE_ZERO
-                value_ptrs = values_ptr + (start + row) * OUT_WORDS
-                value = tl.where(alive[:, None], values, 0)
-                tl.store(value_ptrs[:, None] + place[None, :], value, mask=here[:, None] & mask_v)
+            for i in range(0, most, UNROLL):
+                rows, scores = pair_rows_and_scores(first, count, i, pair_rows_ptr, row_scores_ptr, UNROLL)
+                for j in tl.static_range(UNROLL):
+                    here, alive = i + j < count, scores[j].to(tl.int32, bitcast=True) != NEGATIVE_ZERO
+                    value_ptrs = values_ptr + (start + rows[j]) * OUT_WORDS
+                    value = tl.where(alive[:, None], values, 0)
+                    tl.store(value_ptrs[:, None] + place[None, :], value, mask=here[:, None] & mask_v)
             values = next_values
 
 
-def pick_tile(format: formats.Format, width: int) -> RowTile:
+def pick_tile(format: formats.Format, width: int, **few: int) -> RowTile:
     """As much of the values in flight as dispatch has of its rows."""
-    return pick_row_tile(width // format.values_per_byte // 2)  # in elements of two bytes
+    return pick_row_tile(width // format.values_per_byte // 2, **few)  # in elements of two bytes
 
 
-def wire_options(format: formats.Format, width: int, expanded: bool = False) -> dict[str, int]:
+def wire_options(format: formats.Format, width: int, tile: RowTile, expanded: bool = False) -> dict[str, int]:
     """Constexprs that both kernels take. Expanded, values grow in registers, and whole groups of them are written."""
-    block_v = pick_tile(format, width).block_d // 2
+    block_v = tile.block_d // 2
     if expanded:
         block_v = max(block_v // (2 * format.values_per_byte), GROUP_WORDS.value)
     values_end, scales_end, _ = formats.packed_row_parts(format, width)
@@ -339,17 +340,17 @@ def dispatch_packed(plan, *, tokens, scores, dedup, format, rows, row_scores_R, 
     """
     (T_max, K), W = scores.own.shape, len(tokens.peers)
     width = check_wire_rows("dispatch_packed", tokens.own, rows, format)
-    tile = pick_tile(format, width)
+    tile = pick_tile(format, width, **few_rows(rows.values.device, T_max * (W if dedup else K), num_sms))
     grid = row_grid(rows.values.device, tile, num_sms)
     outer = (rows.outer_inv.view(torch.int32), rows.outer_inv_start_1) if format.two_level else (None, None)
     values_XV, scales = words_of(rows.values), None if rows.expanded else words_of(rows.scales)
     into = (values_XV, rows.start_1, scales, rows.scales_start_1, *outer, row_scores_R, stop_1)
-    options = wire_options(format, width, rows.expanded) | tile.options
+    options = wire_options(format, width, tile, rows.expanded) | tile.options
     if dedup:
         pairs = (plan.pair_rows_R, plan.pair_start_R, plan.pair_output_R, plan.num_pairs_1, plan.num_routes_1)
         _dispatch_packed_pairs[grid](
             tokens.table_W, scores.table_W, plan.row_to_slot_R, *pairs, *into, T_max,
-            K=K, K2=next_power_of_2(K), J=min(K, W), W=W, PAIRS=tile.rows, **options,
+            K=K, K2=next_power_of_2(K), J=min(K, W), W=W, PAIRS=tile.rows, UNROLL=tile.unroll, **options,
         )  # fmt: skip
     else:
         num_rows_1, sources = plan.row_start_P[-1:], W * plan.num_local_experts

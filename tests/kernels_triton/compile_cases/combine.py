@@ -15,17 +15,19 @@ FUSED = ("fma.rn.f32",)
 ROWS = {"row_to_slot_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "stop_ptr": "*i64"}
 PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32", "num_pairs_ptr": "*i32"}
 GRADS = {"score_grads_table_ptr": "*i64", "row_score_grads_ptr": "*fp32"}
+PROGRAMS = 264  # of an H200
 
 
 def nothing(*names: str) -> dict:
     return dict.fromkeys(names)
 
 
-def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) -> Case:
+def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None, most_rows: int | None = None) -> Case:
     """With a width, a window of the columns, from rows of its width, and no signal."""
     name = f"D {D} {'backward' if backward else 'forward'}" + (f" width {width}" if width else "")
+    name += f", {most_rows} rows" if most_rows else ""
     signals, width = width is None, width or D
-    tile = pick_row_tile(width)
+    tile = pick_row_tile(width, most_rows, PROGRAMS)
     count = "num_routes_ptr" if pairs else "num_rows_ptr"
     integers = {"num_slots": "i32", "first_column": "i32"}
     types = {"outputs_table_ptr": "*i64", count: "*i32", **ROWS, **integers, **SIZES, **(GRADS if backward else {})}
@@ -35,7 +37,12 @@ def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None) 
     constexprs |= ENDS if signals else NO_ENDING | nothing("header_ptr")
     if pairs:
         types |= {**PAIRS, "num_outputs": "i32", **({} if backward else {"row_scores_ptr": "*fp32"})}
-        constexprs |= {"PAIRS": tile.rows, "SOURCES": 2, **(nothing("row_scores_ptr") if backward else {})}
+        constexprs |= {
+            "PAIRS": tile.rows,
+            "SOURCES": 2,
+            "UNROLL": tile.unroll,
+            **(nothing("row_scores_ptr") if backward else {}),
+        }
     else:
         types["sources"] = "i32"
         constexprs |= {"ROWS": tile.rows}
@@ -123,6 +130,11 @@ def collect_case(ids: str, out: str) -> Case:
 CASES = (
     *(combine_case(pairs, D, backward) for pairs in (False, True) for D in (7168, 2880) for backward in (False, True)),
     *(combine_case(pairs, 7168, False, 2560) for pairs in (False, True)),
+    *(
+        combine_case(pairs, *few)
+        for pairs in (False, True)
+        for few in ((7168, False, None, 16), (2048, True, None, 256))
+    ),
     *(reduce_case(*case, ends) for case in ((False, True, 7168), (True, False, 7168)) for ends in (False, True)),
     reduce_case(False, False, 7168),
     reduce_case(False, True, 2880),
