@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dist_moe.shapes import cdiv
+from dist_moe.shapes import Activation, cdiv
+
+from .shapes import Traffic, draw_inputs
 
 FORWARD = ("w13", "w2")
 BACKWARD = ("dgrad_w2", "wgrad_w2", "dgrad_w13", "wgrad_w13")
@@ -29,6 +31,13 @@ class ExpertGemms:
         self.rows_per_expert = cdiv(self.R, L)
         self.x, self.dy, self.h1, self.h2 = (self._rows(width).normal_() for width in ("D", "D", "2F", "F"))
         self.out_D, self.out_2F, self.out_F = (self._rows(width) for width in ("D", "2F", "F"))
+
+    @classmethod
+    def of_rank(cls, traffic: Traffic, rank: int, device: torch.device) -> "ExpertGemms":
+        """Those of a rank, with weights as draw_inputs draws them."""
+        no_ids = [torch.zeros(0, traffic.shape.K, dtype=torch.int64)] * traffic.W
+        weights = draw_inputs(traffic.shape, no_ids, (rank,), device)
+        return cls(traffic.expert_rows(rank), weights.w13_L2FD, weights.w2_LDF)
 
     def _rows(self, width: str) -> Tensor:
         shape = (max(self.R, MIN_ROWS), self._sizes[width])
@@ -76,6 +85,11 @@ class ExpertGemms:
         _, a, b, _ = self._table()[product]
         zero = self.zero_1
         wgrad(a, zero, b(), zero, self.row_start_P, out_LNK, accumulate=accumulate, stop_1=zero)
+
+    def run_swiglu(self, swiglu: Callable) -> None:
+        """W13 by an implementation of grouped_gemm_swiglu, as in inference: h2 into out_F, and no h1."""
+        zero, how = self.zero_1, {"keep_h1": False, "activation": Activation(), "rows_per_expert": self.rows_per_expert}
+        swiglu(self.x, zero, self.w13, self.out_2F, zero, self.out_F, zero, self.row_start_P, stop_1=zero, **how)
 
     def torch(self, product: str) -> Tensor | None:
         """By torch._grouped_mm; None without rows."""

@@ -19,6 +19,7 @@ from .roofs import FP32, Work, backward_work, forward_work, fp32_wgrad_work, nor
 from .shapes import Traffic, config_of, draw_inputs, load_of
 
 PRODUCTS = (*gemms.FORWARD, *gemms.BACKWARD)
+FUSED = "w13_swiglu"
 ACCUMULATIONS = ("wgrad_w13_accumulate", "wgrad_w2_accumulate")  # into FP32
 ROW_OPS = ("publish", "route", "dispatch", "swiglu", "swiglu_backward", "combine", "reduce")
 NORM_OPS = ("rmsnorm_reduce", "rmsnorm_reduce_backward")
@@ -50,10 +51,8 @@ Makers = dict[str, Callable[[], OpCase]]  # a case's buffers live as long as the
 
 
 def product_cases(traffic: Traffic, rank: int, device: torch.device) -> Makers:
-    """The six grouped products of a rank, and its weight gradients added up in FP32."""
-    no_ids = [torch.zeros(0, traffic.shape.K, dtype=torch.int64)] * traffic.W  # weights alone are wanted
-    weights = draw_inputs(traffic.shape, no_ids, (rank,), device)
-    rank_gemms = gemms.ExpertGemms(traffic.expert_rows(rank), weights.w13_L2FD, weights.w2_LDF)
+    """The six grouped products of a rank, W13 with SwiGLU, and its weight gradients added up in FP32."""
+    rank_gemms = gemms.ExpertGemms.of_rank(traffic, rank, device)
     load = load_of(traffic, rank)
     works = forward_work(load) | backward_work(load) | fp32_wgrad_work(load)
     bar = testing.TOLERANCES["gemm"]
@@ -69,6 +68,18 @@ def product_cases(traffic: Traffic, rank: int, device: torch.device) -> Makers:
             setup=lambda: rank_gemms.result(product).fill_(_STALE),
             work=works[product],
             torch=lambda: rank_gemms.torch(product),
+        )
+
+    def fused() -> OpCase:
+        """What is not written is h1, and h2, which is, has half its bytes."""
+        h2, h2_bytes = rank_gemms.out_F[: rank_gemms.R], works["swiglu"].hbm_bytes // 3
+        return OpCase(
+            name=FUSED,
+            op="grouped_gemm_swiglu",
+            run=rank_gemms.run_swiglu,
+            outputs=lambda _: [(FUSED, h2, bar)],
+            setup=lambda: h2.fill_(_STALE),
+            work=Work(works["w13"].flops, works["w13"].hbm_bytes - h2_bytes),
         )
 
     def wgrad(name: str, product: str, out: Tensor, setup: Callable, **how) -> OpCase:
@@ -102,9 +113,8 @@ def product_cases(traffic: Traffic, rank: int, device: torch.device) -> Makers:
         by_torch = lambda: sums.add_(rank_gemms.torch(product))  # noqa: E731
         return wgrad(name, product, sums, partial(_fill, sums), work=works[name], torch=by_torch, beside=beside)
 
-    return {name: partial(case, name) for name in PRODUCTS} | {
-        name: partial(accumulation, name) for name in ACCUMULATIONS
-    }
+    accumulations = {name: partial(accumulation, name) for name in ACCUMULATIONS}
+    return {name: partial(case, name) for name in PRODUCTS} | {FUSED: fused} | accumulations
 
 
 class NormOps:

@@ -30,7 +30,7 @@ from .gemms import BACKWARD, FORWARD, ExpertGemms
 from .launch import Job, Miss
 from .record import Rows, parse, parser
 from .roofs import Roofs, backward_work, forward_work, measure_roofs
-from .shapes import Shape, Traffic, draw_inputs, load_of
+from .shapes import Shape, Traffic, load_of
 from .timing import Method, measure
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e4m3-along-k", "nvfp4")
@@ -73,7 +73,7 @@ class ScaledGemms:
         return Bundle(found.values, zero, found.scales.flatten(), zero, *outer)
 
     def prepare(self, product: str):
-        """(run, result): what is timed, and what it wrote, without the rows of padding."""
+        """(run, result, out): what is timed, what it wrote without the rows of padding, and where."""
         op, a, b, out = self._gemms._table()[product]
         op, b, out = op.replace("grouped_gemm", "grouped_gemm_scaled"), b(), out()
         options = {"format": self.format, "stop_1": self._gemms.zero_1, **self._experts}
@@ -81,7 +81,7 @@ class ScaledGemms:
             out = torch.empty_like(out)
             operands = [self._bundle("quantize_columns", rows) for rows in (a, b)]
             run = functools.partial(self._ops.grouped_gemm_scaled_wgrad, *operands, out_LNK=out, **options)
-            return functools.partial(run, accumulate=False), lambda: out
+            return functools.partial(run, accumulate=False), lambda: out, out
         w = self._ops.quantize_weights(b, format=self.format, square=self._square)
         out = out.new_empty(self._rows_end, out.shape[1])
         options["rows_per_expert"] = self._gemms.rows_per_expert
@@ -91,7 +91,7 @@ class ScaledGemms:
         else:
             operands += [w.scales, out, self._gemms.zero_1]
             options |= {"w_outer_inv_L": w.outer_inv_G, "square": self._square}
-        return functools.partial(getattr(self._ops, op), *operands, **options), lambda: out[self._place]
+        return functools.partial(getattr(self._ops, op), *operands, **options), lambda: out[self._place], out
 
 
 def ops_of(job: Job, shape: Shape, name: str) -> SimpleNamespace:
@@ -109,9 +109,7 @@ def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routi
     ids = testing.routing(routing, num_ranks=job.W, T=T, K=shape.K, E=shape.E)
     traffic = Traffic(shape, ids)
     rank = max(range(job.W), key=traffic.rows_W.__getitem__)
-    no_ids = [torch.zeros(0, shape.K, dtype=torch.int64)] * traffic.W
-    weights = draw_inputs(shape, no_ids, (rank,), job.device)
-    gemms = ExpertGemms(traffic.expert_rows(rank), weights.w13_L2FD, weights.w2_LDF)
+    gemms = ExpertGemms.of_rank(traffic, rank, job.device)
     load = load_of(traffic, rank)
     works = forward_work(load) | backward_work(load)
     scaled = {name: ScaledGemms(gemms, name, ops_of(job, shape, name)) for name in args.formats}
@@ -124,7 +122,7 @@ def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routi
         for name, gemm in scaled.items():
             if not gemm.supports(product):
                 continue
-            run, result = gemm.prepare(product)
+            run, result, _ = gemm.prepare(product)
             run()
             runs.append(run)
             bar = Tolerance(BARS[gemm.format.name])

@@ -125,13 +125,14 @@ def grouped_gemm_swiglu(
     rows_per_expert=None,
     stop_1,
     num_sms=None,
+    config=None,
 ) -> None:
     """h1 and h2 of the rows of every local expert from x; without keep_h1 of h1 nothing is written.
 
     Args:    x_XD, h1_X2F, h2_XF: bf16, contiguous, any number of rows; those of the call begin at x_start_1,
              h1_start_1, h2_start_1 (int64, device).  w13_L2FD: bf16 [L, 2F, D], contiguous, gate rows, then up rows; D
              and F multiples of 32.  row_start_P: int32 [L + 1], device.  stop_1: nothing is touched when it is not 0.
-             num_sms: at most that many programs.  rows_per_expert: see pick_config.
+             num_sms: at most that many programs.  rows_per_expert: see pick_config, which config overrides.
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference.grouped_gemm_swiglu.
     """
@@ -144,7 +145,7 @@ def grouped_gemm_swiglu(
     check_rows(op, "h2_XF", h2_XF, F)
     if F % 32:
         raise ValueError(f"{op}: F must be a multiple of 32, got {F}")
-    config = pick_config("forward", N, D, rows_per_expert)
+    config = config or pick_config("forward", N, D, rows_per_expert)
     block_f = config.block_n // 2
     _grouped_gemm_swiglu[(num_programs(x_XD.device, num_sms),)](
         TensorDescriptor(x_XD, list(x_XD.shape), [D, 1], [config.block_m, config.block_k]),
