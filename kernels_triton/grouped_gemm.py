@@ -46,6 +46,8 @@ class Config:
 
 # One row for each output tile. Bytes in flight (stages * (block_m + block_n) * block_k * 2), at most 192 KiB, leave
 # room in 227 KiB for what the compiler stages of the output tile. docs/performance.md compares with torch._grouped_mm.
+# `python -m benchmarks.tune` holds what pick_config chooses against the other rows and neighbours; nothing is tuned at
+# run time.
 CONFIGS = {
     (128, 256): Config(128, 256, 64, num_warps=8, num_stages=4),
     (128, 128): Config(128, 128, 64, num_warps=4, num_stages=4),
