@@ -23,6 +23,8 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from . import _interpreter_speed
+
 OLDEST, NEWEST = (3, 6), (3, 9)
 TRIED = "3.6.0, 3.7.1, 3.8.0 and 3.9.0"
 
@@ -72,6 +74,7 @@ def install() -> None:
         _repair_language_patches,
     ):
         repair()
+    _interpreter_speed.install()
     _installed = True
 
 
@@ -406,8 +409,7 @@ def _repair_language_patches() -> None:
     The stock interpreter does so at every call of a jit helper (tl.sum is one), which makes those ten times slower,
     never takes the helpers' patches back, and lets two threads patch at the same time.
     """
-    stock_patch, stock_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    lock = threading.RLock()
+    stock_launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
 
     class BothModules:  # stands for a kernel that sees tl and tl.core
         __globals__ = {"tl": tl, "core": tl.core}  # noqa: RUF012
@@ -416,9 +418,15 @@ def _repair_language_patches() -> None:
         def restore(self):
             pass
 
+    scope = interpreter._patch_lang(BothModules)
+    patches = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
+    scope.restore()
+
     def launch(self, *args, **kwargs):
         with lock:
-            scope = stock_patch(BothModules)
+            scope = interpreter._LangPatchScope()
+            for patch in patches:
+                scope.set_attr(*patch)
             try:
                 return stock_launch(self, *args, **kwargs)
             finally:

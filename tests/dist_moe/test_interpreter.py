@@ -367,6 +367,25 @@ def test_install_is_done_once():
     assert InterpreterBuilder.create_dot is before
 
 
+@interpreted
+def test_types_that_are_shared_say_what_the_stock_ones_said():
+    first, second = tl.block_type(tl.float32, [2, 4]), tl.block_type(tl.float32, [tl.constexpr(2), 4])
+    assert first == second and first.numel == 8 and first.name == second.name
+    assert first != tl.block_type(tl.float32, [4, 2]) and first.with_element_ty(tl.int32).scalar is tl.int32
+    near, far = (tl.block_type(tl.pointer_type(tl.int8, space), [4]) for space in (1, 3))
+    assert near.scalar.address_space == 1 and far.scalar.address_space == 3
+    assert tl.tuple([1, tl.float32]).type == tl.tuple_type([tl.constexpr_type(1), tl.constexpr_type(tl.float32)])
+    with pytest.raises((TypeError, ValueError)):
+        tl.block_type(tl.float32, [3])
+
+
+@interpreted
+def test_a_launch_puts_the_language_back():
+    before = tl.load, tl.core.load, tl.tensor.__add__
+    _count_polls[(1,)](torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32), 1)
+    assert (tl.load, tl.core.load, tl.tensor.__add__) == before
+
+
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
 def test_other_versions_are_refused(version):
     from dist_moe._interpreter import check_version
