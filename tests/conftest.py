@@ -4,6 +4,7 @@ On a machine without a CUDA device kernels run in Triton's interpreter: the vari
 imports triton, so it comes first here. With a device they run compiled, unless TRITON_INTERPRET is set by hand.
 """
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(config, items):
     config.stash[_COUNTS] = counts
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """What torch and 5000 tests have left in memory stays: no collection of garbage looks through it again."""
+    gc.freeze()
 
 
 _COUNTS = pytest.StashKey[dict[tuple[str, str], int]]()

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -255,6 +256,7 @@ def _fork_workers(orders: connection.Connection) -> None:
 
     if not torch.backends.cuda.is_built():  # with CUDA these imports may ask the driver, which does not survive a fork
         import torch._dynamo
+    gc.freeze()  # workers leave the pages of what is there shared
     while True:
         try:
             order, value = orders.recv()
