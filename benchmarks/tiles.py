@@ -55,7 +55,8 @@ def _grouped_gemm(kernel: ModuleType, at: ShapeClass) -> Choice:
 
 
 def _swiglu(kernel: ModuleType, at: ShapeClass) -> Choice:
-    return _grouped_gemm(importlib.import_module(".grouped_gemm", kernel.__package__), at)
+    table = importlib.import_module(".grouped_gemm", kernel.__package__).CONFIGS
+    return kernel.pick_config(at.kind, at.N, at.K, at.rows), table.values()
 
 
 def _wgrad_hopper(kernel: ModuleType, at: ShapeClass) -> Choice:

@@ -11,29 +11,38 @@ both in one box, which is one operand of the tensor cores, and a thread then hol
 Grid, reads, writes and barriers: as grouped_gemm. h2 must not lie over x or h1, which other programs still read.
 """
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_moe.shapes import next_power_of_2
 
+from . import grouped_gemm
 from ._device import begin, delay, num_programs
 from ._launch import launched
 from .grouped_gemm import (
     GROUP_M,
+    Config,
     _row_tile,
     _row_tile_ends,
     _store_tile,
     _tile_place,
     check_rows,
     check_weight,
-    pick_config,
 )
 from .swiglu import gate_up
 
 # Products are rounded before they are added, as in swiglu. An SM holds one program, which may use all registers that an
 # instruction can name: left alone, Triton 3.9 takes fewer and spills.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
+STAGES = 4  # of any tile: what they hold is loaded under the epilogue
+
+
+def pick_config(kind: str, N: int, K: int, rows_per_expert: int | None = None) -> Config:
+    """The tile of the product alone, with stages of its own."""
+    return replace(grouped_gemm.pick_config(kind, N, K, rows_per_expert), num_stages=STAGES)
 
 
 @triton.jit

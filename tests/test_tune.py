@@ -110,7 +110,7 @@ def us(monkeypatch) -> dict[str, float]:
     return times
 
 
-CHOSEN = "64x128x128 w4 s3"  # for the smoke, in BF16
+CHOSEN = "64x128x128 w4 s4"  # for the smoke, in BF16
 W13 = ("--products", "w13")
 
 
@@ -121,7 +121,7 @@ def test_rows_say_what_was_measured_and_are_not_measured_again(us, tmp_path, mon
     first = rows[0]
     assert first["class"] == "forward 192x64, 16 rows an expert" and first["kernel"].endswith(".grouped_gemm")
     assert (first["bench"], first["precision"], first["direction"], first["commit"]) == ("tune", "bf16", "w13", COMMIT)
-    tile = {"block_m": 64, "block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    tile = {"block_m": 64, "block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 4}
     assert (first["tile"], first["us"], first["rounds"], first["equal_bits"]) == (tile, 100.0, 1, True)
     for row in rows:
         assert row["gpu"] == "none" and row["command"] and row["triton"] and row["flops"] > 0
@@ -163,20 +163,20 @@ def doubles_a_row(right, a, start, w, out, *args, **how):
     "wrong, reason",
     [
         (raises, "RuntimeError: PassManager::run [failed]"),
-        (writes_nothing, "32x128x128 w4 s3: the worst row has"),
-        (doubles_a_row, "32x128x128 w4 s3: the worst row has"),
+        (writes_nothing, "32x128x128 w4 s4: the worst row has"),
+        (doubles_a_row, "32x128x128 w4 s4: the worst row has"),
     ],
 )
 def test_a_wrong_candidate_is_not_timed_and_named(wrong, reason, us, tmp_path, monkeypatch, capsys):
     of_one_tile(monkeypatch, grouped_gemm, "grouped_gemm", lambda config: config.block_m == 32, wrong)
-    us["32x128x128 w4 s3"] = 1.0
+    us["32x128x128 w4 s4"] = 1.0
     rows = run(tmp_path, *W13)
     (refused,) = (row for row in rows if row["refused"])
-    assert refused["method"] == "32x128x128 w4 s3" and refused["us"] is None and reason in refused["refused"]
+    assert refused["method"] == "32x128x128 w4 s4" and refused["us"] is None and reason in refused["refused"]
     out = capsys.readouterr().out
-    assert f"    32x128x128 w4 s3 is not timed: {refused['refused']}" in out
+    assert f"    32x128x128 w4 s4 is not timed: {refused['refused']}" in out
     table = out[out.index("of the chosen") :]
-    assert "32x128x128 w4 s3" in table and reason.split(": ")[1] in table and "of it: 1 of 1" in table
+    assert "32x128x128 w4 s4" in table and reason.split(": ")[1] in table and "of it: 1 of 1" in table
     assert run(tmp_path, *W13) == rows  # refused ones are done too
 
 

@@ -1,15 +1,17 @@
 """grouped_gemm_swiglu: its tiles, with h1 and without."""
 
+from dataclasses import replace
+
 from tests.compile_check import Case
 
 from dist_moe.kernels_triton.grouped_gemm import CONFIGS, GROUP_M
-from dist_moe.kernels_triton.grouped_gemm_swiglu import OPTIONS
+from dist_moe.kernels_triton.grouped_gemm_swiglu import OPTIONS, STAGES
 
 from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
 
 
 def case(tile: tuple[int, int], keep_h1: bool, clamped: bool) -> Case:
-    config = CONFIGS[tile]
+    config = replace(CONFIGS[tile], num_stages=STAGES)
     return Case(
         "grouped_gemm_swiglu:_grouped_gemm_swiglu",
         {
