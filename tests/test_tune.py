@@ -110,7 +110,7 @@ def us(monkeypatch) -> dict[str, float]:
     return times
 
 
-CHOSEN = "64x128x128 w4 s4"  # for the smoke, in BF16
+CHOSEN, TOO_DEEP = "64x128x128 w4 s4", "64x128x128 w4 s5"  # for the smoke, in BF16; no GPU holds the second
 W13 = ("--products", "w13")
 
 
@@ -123,7 +123,11 @@ def test_rows_say_what_was_measured_and_are_not_measured_again(us, tmp_path, mon
     assert (first["bench"], first["precision"], first["direction"], first["commit"]) == ("tune", "bf16", "w13", COMMIT)
     tile = {"block_m": 64, "block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 4}
     assert (first["tile"], first["us"], first["rounds"], first["equal_bits"]) == (tile, 100.0, 1, True)
+    (too_deep,) = (row for row in rows if row["refused"])
+    assert (too_deep["method"], too_deep["us"]) == (TOO_DEEP, None) and "does not fit" in too_deep["refused"]
     for row in rows:
+        if row is too_deep:
+            continue
         assert row["gpu"] == "none" and row["command"] and row["triton"] and row["flops"] > 0
         assert (row["chosen"], row["refused"]) == (CHOSEN, None) and row["worst_row_db"] >= 50
 
@@ -171,7 +175,7 @@ def test_a_wrong_candidate_is_not_timed_and_named(wrong, reason, us, tmp_path, m
     of_one_tile(monkeypatch, grouped_gemm, "grouped_gemm", lambda config: config.block_m == 32, wrong)
     us["32x128x128 w4 s4"] = 1.0
     rows = run(tmp_path, *W13)
-    (refused,) = (row for row in rows if row["refused"])
+    (refused,) = (row for row in rows if row["refused"] and row["method"] != TOO_DEEP)
     assert refused["method"] == "32x128x128 w4 s4" and refused["us"] is None and reason in refused["refused"]
     out = capsys.readouterr().out
     assert f"    32x128x128 w4 s4 is not timed: {refused['refused']}" in out
