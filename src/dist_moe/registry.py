@@ -178,7 +178,7 @@ _FORMAT_FILES = {
     "grouped_gemm_scaled_dgrad": "grouped_gemm_scaled",
     "grouped_gemm_scaled_wgrad": "grouped_gemm_scaled",
     "swiglu_quantize": "swiglu_quantize",
-    "swiglu_backward_quantize": "swiglu_quantize",
+    "swiglu_backward_quantize": "swiglu_backward_quantize",
 }
 _BF16_ONLY = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad", "grouped_gemm_wgrad"}
 _BF16_ONLY |= {"swiglu", "swiglu_backward"}

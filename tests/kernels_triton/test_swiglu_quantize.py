@@ -19,6 +19,7 @@ from dist_moe import reference_swiglu as oracle
 from dist_moe.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, SCALE_ATOM, padded_scales
 from dist_moe.kernels_triton import swiglu_quantize as kernels
 from dist_moe.kernels_triton.swiglu import gate_up, gate_up_grads
+from dist_moe.kernels_triton.swiglu_backward_quantize import BACKWARD, swiglu_backward_quantize
 from dist_moe.kernels_triton.swiglu_quantize import Config
 from dist_moe.quantized import Bundle, Quantized
 from dist_moe.reference_memory import put_columns, put_rows
@@ -203,7 +204,7 @@ def assert_backward_bits(problem: Problem, activation, format, columns=(True, Tr
     put_rows(want[0], g1, real, format)
     put_columns(want[1], g1, real, format)
     put_columns(want[2], h2, real, format)
-    found = problem.backward(kernels.swiglu_backward_quantize, activation, format, columns, expanded, **options)
+    found = problem.backward(swiglu_backward_quantize, activation, format, columns, expanded, **options)
     for name, a, b in zip(("g1_rows", "g1_columns", "h2_columns"), found, want, strict=False):
         assert (a is None) == (b is None)
         if b is not None:
@@ -234,12 +235,12 @@ def test_expanded_columns_of_h2_over_g2(device):
     """The bits of where they lie apart; rows of padding become zeros there too."""
     problem = Problem((33, 0, 130), 96, device)
     options = {"format": MXFP8_E4M3, "activation": PLAIN, "stop_1": problem.stop}
-    want = problem.backward(kernels.swiglu_backward_quantize, PLAIN, MXFP8_E4M3, expanded=True)
+    want = problem.backward(swiglu_backward_quantize, PLAIN, MXFP8_E4M3, expanded=True)
     g2, start_1 = problem.put(problem.g2)
     bundles = problem.backward_bundles(MXFP8_E4M3, expanded=True) | {"h2_columns": Bundle(g2, start_1)}
     grads = torch.full_like(problem.scores, NAN)
     sources = (*problem.put(problem.h1), g2, start_1, problem.scores, grads, problem.start_P, problem.row_to_slot)
-    kernels.swiglu_backward_quantize(*sources, **bundles, **options)
+    swiglu_backward_quantize(*sources, **bundles, **options)
     assert_same_bits(bundles["g1_rows"], want[0])
     assert_same_bits(bundles["g1_columns"], want[1])
     first = int(want[2].start_1[0])
@@ -251,7 +252,7 @@ def test_expanded_columns_of_h2_over_g2(device):
 def test_columns_of_g1_over_g2(device):
     """With one block of columns: the bits of where they lie apart."""
     problem = Problem((33, 0, 130), 32, device)
-    want = problem.backward(kernels.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
+    want = problem.backward(swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
     over = problem.bundle(MXFP8_E4M3, 64, columns=True)
     g2, start_1 = problem.put(problem.g2)
     g1_columns = over._replace(values=g2.view(MXFP8_E4M3.value_dtype), start_1=start_1)
@@ -260,7 +261,7 @@ def test_columns_of_g1_over_g2(device):
     sources = (*problem.put(problem.h1), g2, start_1, problem.scores, grads, problem.start_P, problem.row_to_slot)
     bundles = {"g1_rows": rows, "g1_columns": g1_columns, "h2_columns": h2}
     options = {"format": MXFP8_E4M3, "activation": PLAIN, "stop_1": problem.stop}
-    kernels.swiglu_backward_quantize(*sources, **bundles, **options)
+    swiglu_backward_quantize(*sources, **bundles, **options)
     for found, expected in zip((rows, over, h2), want[:3], strict=True):
         assert torch.equal(found.scales.view(torch.uint8), expected.scales.view(torch.uint8))
     first = int(want[1].start_1[0])
@@ -341,9 +342,9 @@ def test_equal_bits_for_any_tile_and_number_of_programs(format, device):
     for more in ({"num_sms": 1}, {"config": Config(32, 128)}, {"config": Config(4, 128, parts=2)}):
         assert_same_bits(problem.forward(kernels.swiglu_quantize, PLAIN, format, **more), first)
     if format.values_per_byte == 1:
-        first = problem.backward(kernels.swiglu_backward_quantize, PLAIN, format)
+        first = problem.backward(swiglu_backward_quantize, PLAIN, format)
         other_tile, one_program = (
-            problem.backward(kernels.swiglu_backward_quantize, PLAIN, format, **more)
+            problem.backward(swiglu_backward_quantize, PLAIN, format, **more)
             for more in ({"config": Config(32, 32, num_warps=4)}, {"num_sms": 1})
         )
         for a, b, c in zip(first[:3], other_tile, one_program, strict=False):
@@ -360,7 +361,7 @@ def assert_near_the_oracle(problem: Problem, activation, format, **options) -> N
     assert_near(problem, found, problem.forward(oracle.swiglu_quantize, activation, format), format, problem.F)
     if format.values_per_byte == 2:
         return
-    found = problem.backward(kernels.swiglu_backward_quantize, activation, format, **options)
+    found = problem.backward(swiglu_backward_quantize, activation, format, **options)
     want = problem.backward(oracle.swiglu_backward_quantize, activation, format)
     assert_near(problem, found[0], want[0], format, 2 * problem.F)
     assert_near(problem, found[1], want[1], format, 2 * problem.F, columns=True)
@@ -397,9 +398,7 @@ def test_backward_is_the_gradient(activation, device):
         h2 = gate * torch.sigmoid(gate) * up
     g2, scores = problem.g2[:50].float(), problem.scores[:50]
     (h2 * g2 * scores[:, None]).sum().backward()
-    g1_rows, g1_columns, h2_columns, score_grads = problem.backward(
-        kernels.swiglu_backward_quantize, activation, MXFP8_E4M3
-    )
+    g1_rows, g1_columns, h2_columns, score_grads = problem.backward(swiglu_backward_quantize, activation, MXFP8_E4M3)
     for bundle, want, width, columns in (
         (g1_rows, h1.grad, 128, False),
         (g1_columns, h1.grad, 128, True),
@@ -414,9 +413,10 @@ def test_backward_is_the_gradient(activation, device):
 def test_stop_leaves_without_touching_anything(device):
     problem = Problem((9,), 64, device)
     problem.stop.fill_(1)
-    for ops in (oracle, kernels):
-        found = [problem.forward(ops.swiglu_quantize, PLAIN, NVFP4)]
-        *bundles, score_grads = problem.backward(ops.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
+    kernel_ops = (kernels.swiglu_quantize, swiglu_backward_quantize)
+    for forward, backward in (kernel_ops, (oracle.swiglu_quantize, oracle.swiglu_backward_quantize)):
+        found = [problem.forward(forward, PLAIN, NVFP4)]
+        *bundles, score_grads = problem.backward(backward, PLAIN, MXFP8_E4M3)
         for bundle in (*found, *bundles):
             assert all((part.view(torch.uint8) == POISON).all() for part in (bundle.values, bundle.scales))
         assert score_grads.isnan().all()
@@ -442,7 +442,7 @@ def test_docstring_examples(device):
     assert rows.scales.view(torch.uint8)[256:258].tolist() == [0x7E, 0x7E]  # 448
     assert int(rows.values.view(torch.uint8)[problem.start + 1, 0]) == 0x77
 
-    g1_rows, g1_columns, h2_columns, score_grads = problem.backward(kernels.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
+    g1_rows, g1_columns, h2_columns, score_grads = problem.backward(swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
     assert first_row(g1_rows, 64) == ([120, 123], [3.0, 20.0])
     assert first_row(g1_columns, 64, columns=True) == ([120, 123], [3.0, 20.0])
     assert first_row(h2_columns, 32, columns=True) == ([125], [60.0])
@@ -478,9 +478,9 @@ def test_tiles_lie_in_one_expert_and_in_the_rows_of_an_atom(device):
         for F in (32, 1536, 2880, 40000)
         for how in itertools.product((False, True), repeat=2)
     ]
-    for config in (*forward, kernels.BACKWARD):
+    for config in (*forward, BACKWARD):
         assert 32 % config.block_r == 0 and config.block_f % 32 == 0
-        assert config is kernels.BACKWARD or config.block_f % (32 * SCALE_ATOM[1]) == 0
+        assert config is BACKWARD or config.block_f % (32 * SCALE_ATOM[1]) == 0
 
 
 def test_rows_past_two_to_the_31_elements(device):

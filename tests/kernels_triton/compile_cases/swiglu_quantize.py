@@ -1,11 +1,12 @@
-"""swiglu_quantize: 16-byte loads, no fused multiply-add, exact division unless fast_math, no spills."""
+"""swiglu_quantize, its backward: 16-byte loads, no fused multiply-add, exact division unless fast_math, no spills."""
 
 from tests.compile_check import Case
 
 from dist_moe import formats
 from dist_moe.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from dist_moe.kernels_triton._scaled import format_options
-from dist_moe.kernels_triton.swiglu_quantize import BACKWARD, Config, pick_forward
+from dist_moe.kernels_triton.swiglu_backward_quantize import BACKWARD
+from dist_moe.kernels_triton.swiglu_quantize import Config, pick_forward
 
 CONVERSIONS = {MXFP8_E4M3: ("cvt.rn.satfinite.e4m3x2.f32",), MXFP8_E5M2: ("cvt.rn.satfinite.e5m2x2.f32",)}
 
@@ -14,7 +15,7 @@ def case(
     kernel: str, config: Config, pointers: dict, starts: tuple, tables: tuple, constexprs: dict, fast_math, **fields
 ) -> Case:
     return Case(
-        f"swiglu_quantize:{kernel}",
+        f"{kernel[1:]}:{kernel}",  # a file of its own each
         {
             "h1_ptr": "*bf16",
             **pointers,
