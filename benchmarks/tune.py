@@ -8,7 +8,8 @@ The tables stay in the kernel files, as CONFIGS beside pick_config: the same on 
 time. Candidates are the rows of the kernel's table and neighbours of the chosen tile (tiles.py), timed as replayed CUDA
 graphs on the rows of the fullest of --ranks virtual ranks. One that does not fit, does not compile, or whose result is
 not the chosen one's is not timed, and listed with the reason; `bench_op` and `scaled_gemms` hold the chosen one's
-against the oracle. At the end come tables and verdicts of all rows of this commit and GPU.
+against the oracle, but for w13_swiglu, whose kernel has tests alone. At the end come tables and verdicts of all rows of
+this commit and GPU.
 """
 
 import contextlib

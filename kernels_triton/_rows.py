@@ -11,6 +11,8 @@ from dist_moe.shapes import cdiv, next_power_of_2
 
 from ._device import is_interpreting, num_programs
 
+PROGRAMS_PER_SM = 2
+
 
 @dataclass(frozen=True)
 class RowTile:
@@ -19,7 +21,7 @@ class RowTile:
     rows: int
     block_d: int
     num_warps: int = 8
-    programs_per_sm: int = 2
+    programs_per_sm: int = PROGRAMS_PER_SM
 
     @property
     def options(self) -> dict[str, int]:
@@ -37,8 +39,9 @@ class RowTile:
 def pick_row_tile(hidden_dim: int, most_rows: int | None = None, programs: int = 0) -> RowTile:
     """16 KB in flight a program: 8 rows by 2 KB, or more of shorter rows; blocks of 1024 waste little on odd widths.
 
-    most_rows: that ever come. Where so few leave some of the programs without any, as in decode, tiles have fewer rows,
-    and at last fewer columns: what a program does there is to wait for memory, one access after another.
+    most_rows: of balanced ranks, or pairs, that move in a full call. Where so few leave some of the programs without
+    any, as in decode, tiles have fewer rows, and at last fewer columns: what a program does there is to wait for
+    memory, one access after another.
     """
     block_d = min(1024, next_power_of_2(hidden_dim))
     rows = min(8192 // block_d, 64)
@@ -53,14 +56,16 @@ def pick_row_tile(hidden_dim: int, most_rows: int | None = None, programs: int =
 
 def few_rows(device: torch.device, most_rows: int, num_sms: int | None) -> dict[str, int]:
     """What pick_row_tile takes of a grid that row_grid makes of its tile."""
-    return {"most_rows": most_rows, "programs": row_grid(device, RowTile(0, 0), num_sms)[0]}
+    return {"most_rows": most_rows, "programs": _programs(device, PROGRAMS_PER_SM, num_sms)}
 
 
 def row_grid(device: torch.device, tile: RowTile, num_sms: int | None = None) -> tuple[int]:
     """Programs of a persistent grid; a limit on SMs holds for programs."""
-    if num_sms is not None or is_interpreting():
-        return (num_programs(device, num_sms),)
-    return (num_programs(device) * tile.programs_per_sm,)
+    return (_programs(device, tile.programs_per_sm, num_sms),)
+
+
+def _programs(device: torch.device, per_sm: int, num_sms: int | None) -> int:
+    return num_programs(device, num_sms) * (1 if num_sms is not None or is_interpreting() else per_sm)
 
 
 def column_window(columns: tuple[int, int] | None, D: int, rows_XD: torch.Tensor) -> tuple[int, int]:

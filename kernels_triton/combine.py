@@ -37,7 +37,7 @@ from ._rows import (
 )
 from .barrier import ending, send_when_last, wait_for_all
 
-UNROLL = tl.constexpr(3)  # rows of a token that are loaded together
+TOGETHER = tl.constexpr(3)  # rows of a token that are loaded together
 
 
 @launched
@@ -247,10 +247,10 @@ def sum_tokens(
         for d in range(first_d, tl.minimum(first_d + columns, D), BLOCK_D):
             mask_d = (d + offs_d < D)[None, :]
             acc = tl.zeros([TOKENS, BLOCK_D], dtype=tl.float32) + tl.where(runs, 0.0, float("nan"))
-            for first_j in range(0, J, UNROLL):
+            for first_j in range(0, J, TOGETHER):
                 terms = ()
                 scores = ()
-                for i in tl.static_range(UNROLL):
+                for i in tl.static_range(TOGETHER):
                     j = first_j + i
                     used = in_use & (j < num_used)
                     if W == 0:
@@ -259,7 +259,7 @@ def sum_tokens(
                     terms += (tl.load(term_ptrs, mask=used[:, None] & mask_d, other=0.0),)
                     if scores_ptr is not None:
                         scores += (tl.load(scores_ptr + t * K + j, mask=used, other=0.0),)
-                for i in tl.static_range(UNROLL):
+                for i in tl.static_range(TOGETHER):
                     term = terms[i].to(tl.float32)
                     if scores_ptr is not None:
                         term = scores[i][:, None] * term

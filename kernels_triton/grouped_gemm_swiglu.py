@@ -37,12 +37,13 @@ from .swiglu import gate_up
 # Products are rounded before they are added, as in swiglu. An SM holds one program, which may use all registers that an
 # instruction can name: left alone, Triton 3.9 takes fewer and spills.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
-STAGES = 4  # of any tile: what they hold is loaded under the epilogue
+STAGES = 4  # at least: what they hold is loaded under the epilogue
 
 
 def pick_config(kind: str, N: int, K: int, rows_per_expert: int | None = None) -> Config:
-    """The tile of the product alone, with stages of its own."""
-    return replace(grouped_gemm.pick_config(kind, N, K, rows_per_expert), num_stages=STAGES)
+    """The tile of the product alone, with stages enough."""
+    config = grouped_gemm.pick_config(kind, N, K, rows_per_expert)
+    return replace(config, num_stages=max(config.num_stages, STAGES))
 
 
 @triton.jit

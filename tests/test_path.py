@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from dist_moe import BlockScaledConfig, create_context, testing
 from dist_moe.calls import Path
-from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device
+from dist_moe.kernels_triton import _rows
+from dist_moe.kernels_triton._rows import RowTile
+from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device, prepared
 from dist_moe.planner import dedup, saved_full_bytes, saved_h1_bytes, saved_input_bytes, small
 from dist_moe.shapes import Small
 from dist_moe.symm import World
@@ -22,7 +24,7 @@ from dist_moe.virtual import RankInputs, RankResults, routed_experts, run_virtua
 from .path_cases import CASES, Case, assert_results_close, assert_results_equal, dense, padded_rows_of
 
 BACKENDS = ("reference", "triton")
-MXFP8 = BlockScaledConfig()
+MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -297,6 +299,29 @@ def test_a_limit_on_sms_reaches_every_persistent_kernel_and_changes_no_bit(block
         assert_results_equal(limited, wanted)
         assert {"copy_x", "reduce", "combine"} | products <= seen.keys()
         assert set(seen.values()) == {(1,)}
+
+
+@pytest.mark.parametrize("block_scaled", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("K, E", [(1, 4), (4, 8)], ids=["per-route", "de-duplicated"])
+def test_tiles_that_leave_none_of_many_programs_without_rows_change_no_bit(K, E, block_scaled, monkeypatch):
+    """As on a GPU, where dispatch and combine have hundreds of programs: blocks of one row and part of its columns."""
+    tiles = set()
+    for programs in (1, 40):
+        monkeypatch.setattr(_rows, "num_programs", lambda device, num_sms=None, programs=programs: programs)
+        monkeypatch.setattr(_rows, "RowTile", lambda *args, **how: tiles.add(args) or RowTile(*args, **how))
+        _rows.pick_row_tile.cache_clear()
+        case = Case("few", T=2, D=544, F=32, K=K, E=E)
+        config, inputs = case.config(), case.inputs()
+        if block_scaled is not None:
+            serve = {"inference": True, "activation_slot_capacity_factor": None, "num_activation_slots": 0}
+            config = case.config(block_scaled=block_scaled, **serve)
+            inputs = prepared(inputs, config, inference=True, device=KERNEL_DEVICE)
+        results = run(config, inputs, "triton")
+        if programs == 1:
+            wanted = results
+    _rows.pick_row_tile.cache_clear()
+    assert_results_equal(results, wanted)
+    assert {(8, 1024), (1, 256)} <= tiles
 
 
 @pytest.mark.parametrize("slot_factor", [1.0, None], ids=["saved", "recomputed"])

@@ -28,7 +28,13 @@ def _types_of_tuples_on_demand() -> None:
         else:
             stock(self, args, type)
 
-    on_demand = functools.cached_property(lambda self: tl.core._type_for_tuple_values(self.values))
+    def type_of(self):
+        try:
+            return tl.core._type_for_tuple_values(self.values)
+        except AttributeError as error:  # which would have Python ask for the type again, by __getattr__
+            raise TypeError(f"a tuple of {self.values} has no type") from error
+
+    on_demand = functools.cached_property(type_of)
     on_demand.__set_name__(tl.tuple, "type")
     tl.tuple.__init__, tl.tuple.type = init, on_demand
 

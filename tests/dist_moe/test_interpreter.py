@@ -381,9 +381,9 @@ def test_types_that_are_shared_say_what_the_stock_ones_said():
 
 @interpreted
 def test_a_launch_puts_the_language_back():
-    before = tl.load, tl.core.load, tl.tensor.__add__
+    """The functions of Triton's own, which a launch replaces by those that compute."""
     _count_polls[(1,)](torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32), 1)
-    assert (tl.load, tl.core.load, tl.tensor.__add__) == before
+    assert all(tl.core.is_builtin(function) for function in (tl.load, tl.core.load, tl.tensor.__add__, tl.tensor.to))
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])

@@ -4,12 +4,14 @@ What nobody may read is poisoned: tokens past T, slots without expert in `output
 rows.
 """
 
+import functools
 from types import SimpleNamespace
 
 import torch
 from tests.strategies import Routing
 
 from dist_moe import reference, shapes, testing
+from dist_moe.kernels_triton._device import is_interpreting
 from dist_moe.symm import World
 
 GUARD_ROWS = 3  # rows of the activation buffer before and after the rows of a stage
@@ -231,3 +233,8 @@ SHAPES = [
     ("one block of eight routes a token", "uniform", 2, 4, 8, 8, 1056),
 ]
 EACH_SHAPE = {"argnames": "routing, W, T, K, L, D", "argvalues": [s[1:] for s in SHAPES], "ids": [s[0] for s in SHAPES]}
+
+
+def with_all_tiles(op):
+    """The op, and on a GPU with one program too: it has the tiles of many rows, where many programs share few."""
+    return (op,) if is_interpreting() else (op, functools.partial(op, num_sms=1))

@@ -15,6 +15,7 @@ from tests.kernels_triton.row_cases import (
     random_ranks,
     ranks_of,
     same_bits,
+    with_all_tiles,
 )
 from tests.strategies import routings
 
@@ -26,12 +27,10 @@ both_schemes = pytest.mark.parametrize("dedup", [False, True], ids=["routes", "p
 
 def assert_equals_oracle(ranks: Ranks, dedup: bool, half: int) -> None:
     for r in range(ranks.W):
-        for got, want in zip(
-            ranks.dispatch(dispatch, r, dedup=dedup, half=half),
-            ranks.dispatch(reference.dispatch, r, dedup=dedup, half=half),
-            strict=True,
-        ):
-            assert same_bits(got, want), (r, dedup, half)
+        wanted = ranks.dispatch(reference.dispatch, r, dedup=dedup, half=half)
+        for op in with_all_tiles(dispatch):
+            for got, want in zip(ranks.dispatch(op, r, dedup=dedup, half=half), wanted, strict=True):
+                assert same_bits(got, want), (r, dedup, half)
 
 
 @both_schemes

@@ -8,6 +8,7 @@ from dist_moe import shapes
 from dist_moe.kernels_triton._rows import pick_row_tile
 
 from .barrier import COUNTS, ENDING, ENDS, NO_ENDING, POLLS, SENDS, SIZES
+from .dispatch import PROGRAMS
 
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NO_FUSION = {"enable_fp_fusion": False}
@@ -15,7 +16,6 @@ FUSED = ("fma.rn.f32",)
 ROWS = {"row_to_slot_ptr": "*i32", "rows_ptr": "*bf16", "start_ptr": "*i64", "stop_ptr": "*i64"}
 PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32", "num_pairs_ptr": "*i32"}
 GRADS = {"score_grads_table_ptr": "*i64", "row_score_grads_ptr": "*fp32"}
-PROGRAMS = 264  # of an H200
 
 
 def nothing(*names: str) -> dict:

@@ -5,13 +5,14 @@ from tests.compile_check import Case
 from dist_moe.formats import MXFP8_E4M3, NVFP4
 from dist_moe.kernels_triton.dispatch_packed import pick_tile, wire_options
 
+from .dispatch import PROGRAMS
+
 TABLES = {"tokens_table_ptr": "*i64", "scores_table_ptr": "*i64", "row_to_slot_ptr": "*i32"}
 PAIRS = {"pair_rows_ptr": "*i32", "pair_start_ptr": "*i32", "pair_output_ptr": "*i32"}
 PAIRS |= {"num_pairs_ptr": "*i32", "num_routes_ptr": "*i32"}
 BUNDLE = {"values_ptr": "*i32", "start_ptr": "*i64", "scales_ptr": "*i32", "scales_start_ptr": "*i64"}
 OUTER = {"outer_inv_ptr": "*i32", "outer_inv_start_ptr": "*i64"}
 WORDS = ("num_rows_ptr", "start_ptr", "scales_start_ptr", "outer_inv_start_ptr", "stop_ptr")
-PROGRAMS = 264  # of an H200
 
 
 def case(pairs: bool, format, D: int, expanded: bool, most_rows: int | None = None) -> Case:

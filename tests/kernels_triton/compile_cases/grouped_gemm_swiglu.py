@@ -11,7 +11,7 @@ from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
 
 
 def case(tile: tuple[int, int], keep_h1: bool, clamped: bool) -> Case:
-    config = replace(CONFIGS[tile], num_stages=STAGES)
+    config = replace(CONFIGS[tile], num_stages=max(CONFIGS[tile].num_stages, STAGES))
     return Case(
         "grouped_gemm_swiglu:_grouped_gemm_swiglu",
         {
