@@ -34,6 +34,11 @@ PLAIN, CLAMPED = Activation(), Activation("swiglu_clamped", alpha=1.702, limit=1
 ACTIVATIONS = pytest.mark.parametrize("activation", [PLAIN, CLAMPED], ids=["plain", "clamped"])
 EACH_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 EXPANDED = (MXFP8_E4M3, NVFP4)
+# Forward and backward, of the oracle and of the kernels.
+BOTH = (
+    (oracle.swiglu_quantize, oracle.swiglu_backward_quantize),
+    (kernels.swiglu_quantize, swiglu_backward_quantize),
+)
 EACH_EXPANDED = pytest.mark.parametrize("format", EXPANDED, ids=lambda f: f.name)
 
 CASES = [  # rows by expert, F, edge; the interpreter runs some ten tiles a second
@@ -413,8 +418,7 @@ def test_backward_is_the_gradient(activation, device):
 def test_stop_leaves_without_touching_anything(device):
     problem = Problem((9,), 64, device)
     problem.stop.fill_(1)
-    kernel_ops = (kernels.swiglu_quantize, swiglu_backward_quantize)
-    for forward, backward in (kernel_ops, (oracle.swiglu_quantize, oracle.swiglu_backward_quantize)):
+    for forward, backward in BOTH:
         found = [problem.forward(forward, PLAIN, NVFP4)]
         *bundles, score_grads = problem.backward(backward, PLAIN, MXFP8_E4M3)
         for bundle in (*found, *bundles):
@@ -454,21 +458,21 @@ def test_refusals(device):
     with pytest.raises(ValueError, match=r"swiglu_quantize: h1_X2F must be contiguous bf16 \[X, 128\]"):
         problem.h1 = problem.h1.float()
         problem.forward(kernels.swiglu_quantize, PLAIN, MXFP8_E4M3)
-    for ops in (oracle, kernels):
+    for forward, backward in BOTH:
         problem = Problem((4,), 64, device)
         with pytest.raises(ValueError, match="swiglu_backward_quantize: mxfp4 has no blocks along"):
-            problem.backward(ops.swiglu_backward_quantize, PLAIN, MXFP4)
+            problem.backward(backward, PLAIN, MXFP4)
         problem.F = 32
         with pytest.raises(ValueError, match=r"rows.values must be contiguous torch.float8_e4m3fn \[any, 64\]"):
-            problem.forward(ops.swiglu_quantize, PLAIN, MXFP8_E4M3)
+            problem.forward(forward, PLAIN, MXFP8_E4M3)
         problem.F = 64
         rows = problem.bundle(NVFP4, 64)._replace(outer_inv=None)
         options = {"format": NVFP4, "activation": PLAIN, "stop_1": problem.stop}
         with pytest.raises(ValueError, match=r"swiglu_quantize: rows.outer_inv must be contiguous torch.float32"):
-            ops.swiglu_quantize(*problem.put(problem.h1), rows, problem.start_P, problem.num_rows_L, **options)
+            forward(*problem.put(problem.h1), rows, problem.start_P, problem.num_rows_L, **options)
         problem.g2 = problem.g2.float()
         with pytest.raises(ValueError, match=r"swiglu_backward_quantize: g2_XF must be contiguous bf16 \[X, 64\]"):
-            problem.backward(ops.swiglu_backward_quantize, PLAIN, MXFP8_E4M3)
+            problem.backward(backward, PLAIN, MXFP8_E4M3)
 
 
 def test_tiles_lie_in_one_expert_and_in_the_rows_of_an_atom(device):
