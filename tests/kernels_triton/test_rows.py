@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dist_moe.kernels_triton._rows import column_shares, num_parts, spread
+from dist_moe.kernels_triton._rows import RowTile, column_shares, num_parts, pick_row_tile, spread
 
 
 @triton.jit
@@ -69,3 +69,20 @@ def test_shares_hold_all_columns_and_give_programs_work(width, programs, device)
         assert shares == 1 or shares * num_turns <= programs
         if width == 7168 and num_turns == 3:
             assert (shares, columns) == {1: (1, 7168), 5: (1, 7168), 8: (2, 4096), 100: (7, 1024)}[programs]
+
+
+@pytest.mark.parametrize(
+    "hidden_dim, most_rows, programs, wanted",
+    [
+        (7168, None, 264, RowTile(8, 1024)),
+        (7168, 8192, 264, RowTile(8, 1024)),
+        (2048, 128, 264, RowTile(1, 512, num_warps=2)),
+        (7168, 128, 264, RowTile(2, 1024)),
+        (7168, 16, 264, RowTile(1, 256, num_warps=1)),
+        (32, 10, 264, RowTile(1, 32, num_warps=1)),
+        (7168, 16, 1, RowTile(8, 1024)),
+        (7168, 0, 264, RowTile(1, 256, num_warps=1)),
+    ],
+)
+def test_tiles_of_few_rows_leave_few_programs_idle(hidden_dim, most_rows, programs, wanted):
+    assert pick_row_tile(hidden_dim, most_rows, programs) == wanted
