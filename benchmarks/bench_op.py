@@ -27,7 +27,18 @@ from dist_moe import reference, registry, testing
 from . import launch
 from .checks import require
 from .launch import Job, Miss
-from .op_cases import ACCUMULATIONS, NORM_OPS, OPS, PRODUCTS, ROW_OPS, Makers, NormOps, OpCase, RowOps, product_cases
+from .op_cases import (
+    GEMM_OPS,
+    NORM_OPS,
+    OPS,
+    PRODUCTS,
+    ROW_OPS,
+    Makers,
+    NormOps,
+    OpCase,
+    RowOps,
+    product_cases,
+)
 from .record import Rows, parse, parser
 from .roofs import Roofs, measure_roofs
 from .shapes import Shape, Traffic
@@ -97,7 +108,7 @@ def run_shape(job: Job, rows: Rows, roofs: Roofs, args, shape: Shape, routing: s
     rank = max(range(job.W), key=traffic.rows_W.__getitem__)
     about = rows.about(shape, traffic, routing, "")
     families = (
-        (PRODUCTS + ACCUMULATIONS, lambda: product_cases(traffic, rank, job.device)),
+        (GEMM_OPS, lambda: product_cases(traffic, rank, job.device)),
         (ROW_OPS, lambda: RowOps(traffic, ids, rank, job.device).cases()),
         (NORM_OPS, lambda: NormOps(traffic, ids, rank, job.device).cases()),
     )

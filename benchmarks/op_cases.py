@@ -21,9 +21,10 @@ from .shapes import Traffic, config_of, draw_inputs, load_of
 PRODUCTS = (*gemms.FORWARD, *gemms.BACKWARD)
 FUSED = "w13_swiglu"
 ACCUMULATIONS = ("wgrad_w13_accumulate", "wgrad_w2_accumulate")  # into FP32
+GEMM_OPS = (*PRODUCTS, FUSED, *ACCUMULATIONS)
 ROW_OPS = ("publish", "route", "dispatch", "swiglu", "swiglu_backward", "combine", "reduce")
 NORM_OPS = ("rmsnorm_reduce", "rmsnorm_reduce_backward")
-OPS = PRODUCTS + ACCUMULATIONS + ROW_OPS + NORM_OPS
+OPS = GEMM_OPS + ROW_OPS + NORM_OPS
 
 # What memory holds before an op writes it: a row that is not written shows.
 _STALE = 7.0

@@ -8,8 +8,7 @@ The tables stay in the kernel files, as CONFIGS beside pick_config: the same on 
 time. Candidates are the rows of the kernel's table and neighbours of the chosen tile (tiles.py), timed as replayed CUDA
 graphs on the rows of the fullest of --ranks virtual ranks. One that does not fit, does not compile, or whose result is
 not the chosen one's is not timed, and listed with the reason; `bench_op` and `scaled_gemms` hold the chosen one's
-against the oracle, but for w13_swiglu, whose kernel has tests alone. At the end come tables and verdicts of all rows of
-this commit and GPU.
+against the oracle. At the end come tables and verdicts of all rows of this commit and GPU.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from . import gemms, launch, report, tiles
 from .bench_op import replayed
 from .checks import require
 from .launch import Job, Miss
-from .op_cases import ACCUMULATIONS, FUSED, PRODUCTS, product_cases
+from .op_cases import ACCUMULATIONS, FUSED, GEMM_OPS, PRODUCTS, product_cases
 from .record import KEY, Rows, parse, parser
 from .roofs import Roofs, Work, backward_work, forward_work, measure_roofs
 from .scaled_gemms import ScaledGemms, ops_of
@@ -219,8 +218,7 @@ def show(rows: list[dict], console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--ranks", type=int, default=2, help="ranks that share the experts")
-    products = [*PRODUCTS, FUSED, *ACCUMULATIONS]
-    options.add_argument("--products", nargs="+", choices=products, default=[*PRODUCTS, FUSED])
+    options.add_argument("--products", nargs="+", choices=GEMM_OPS, default=[*PRODUCTS, FUSED])
     options.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16"])
     args = parse(options, argv)
     if args.smoke:  # before the first kernel is imported

@@ -37,7 +37,7 @@ from .swiglu import gate_up
 # Products are rounded before they are added, as in swiglu. An SM holds one program, which may use all registers that an
 # instruction can name: left alone, Triton 3.9 takes fewer and spills.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 255}
-STAGES = 4  # at least: what they hold is loaded under the epilogue
+STAGES = 4  # at least: with three, the best of the product alone, two of three shapes were slower (benchmarks.tune)
 
 
 def pick_config(kind: str, N: int, K: int, rows_per_expert: int | None = None) -> Config:

@@ -14,6 +14,7 @@ from benchmarks import (
     bench_op,
     bench_path,
     checks,
+    op_cases,
     report,
     scaled_gemms,
     sm100_model,
@@ -341,16 +342,16 @@ def test_rows_of_ops(smokes):
     assert all(row.keys() >= FIELDS | RATES | {"worst_row_db"} for row in rows)
     assert {row["direction"] for row in rows} == set(OPS)
     by = {(row["direction"], row["method"]): row for row in rows}
-    assert all((product, "torch") in by for product in bench_op.PRODUCTS)
+    assert all((product, "torch") in by for product in op_cases.PRODUCTS)
     assert by["w13", "reference"]["flops"] == 4 * SMOKE.D * SMOKE.F * by["w13", "reference"]["rank_rows_max"]
     assert by["w13", "torch"]["commit"] == COMMIT and by["w13", "torch"]["rounds"] == 1
 
 
 def test_rows_of_what_does_two_things(smokes):
     by = {(row["direction"], row["method"]): row for row in lines(smokes["op"], "op")}
-    parts = {op: {method for name, method in by if name == op} for op in bench_op.ACCUMULATIONS + bench_op.NORM_OPS}
+    parts = {op: {method for name, method in by if name == op} for op in op_cases.ACCUMULATIONS + op_cases.NORM_OPS}
     products = {"reference bfloat16", "torch bfloat16", "reference float32"}
-    assert all(parts[op] == {"reference", "torch"} | products for op in bench_op.ACCUMULATIONS)
+    assert all(parts[op] == {"reference", "torch"} | products for op in op_cases.ACCUMULATIONS)
     assert parts["rmsnorm_reduce"] == {"reference", "torch", "reference keep", "reference plain"}
     assert parts["rmsnorm_reduce_backward"] == {"reference"}
     num = 4 * 2 * SMOKE.F * SMOKE.D  # elements of the gradient of W13: four experts a rank

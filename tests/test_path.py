@@ -321,6 +321,7 @@ def test_tiles_that_leave_none_of_many_programs_without_rows_change_no_bit(K, E,
             wanted = results
     _rows.pick_row_tile.cache_clear()
     assert_results_equal(results, wanted)
+    assert all(result.out_TD.any(dim=1).all() for result in results)
     assert {(8, 1024), (1, 256)} <= tiles
 
 
