@@ -11,13 +11,14 @@
 #   benchmarks/run_h200.sh memory [COMMIT] [RESULTS] two GPUs, under 3 minutes: scratch that lies on the host in part
 #   benchmarks/run_h200.sh formats [COMMIT] [RESULTS] two GPUs, under 6 minutes: MXFP8 and NVFP4 beside BF16
 #   benchmarks/run_h200.sh decode [COMMIT] [RESULTS] one GPU, under 4 minutes: the same of few tokens, all experts on it
+#   benchmarks/run_h200.sh large [COMMIT] [RESULTS]  one GPU, under 6 minutes: the same of many tokens, training too
 #   benchmarks/run_h200.sh tune [COMMIT] [RESULTS]   one GPU, under 5 minutes: are the tiles of BF16 products the best
 #
 # Call it again to go on: rows that are there with the same COMMIT are not measured again. Every command has a limit of
 # its own; one that fails or runs past it leaves the others alone.
-mode=${1:?one, two, ops, bars, memory, formats, decode or tune}
-declare -A seconds=([one]=230 [two]=350 [ops]=170 [bars]=170 [memory]=170 [formats]=350 [decode]=230 [tune]=290)
-budget=${seconds[$mode]:?one, two, ops, bars, memory, formats, decode or tune}
+mode=${1:?one, two, ops, bars, memory, formats, decode, large or tune}
+declare -A seconds=([one]=230 [two]=350 [ops]=170 [bars]=170 [memory]=170 [formats]=350 [decode]=230 [large]=350 [tune]=290)
+budget=${seconds[$mode]:?one, two, ops, bars, memory, formats, decode, large or tune}
 source "$(dirname "$0")/_budget.sh"
 
 common=("${rows[@]}" --routings uniform --tokens 8192)
@@ -59,6 +60,12 @@ formats)
 decode)
   run 220 python3 -m benchmarks.bench_formats --shapes "${models[@]}" "${rows[@]}" --routings uniform \
     --tokens 16 64 128 --rounds 20
+  ;;
+large)
+  for model in "${models[@]}"; do
+    run 100 python3 -m benchmarks.bench_formats --shapes "$model" "${rows[@]}" --routings uniform --tokens 8192 \
+      --rounds 8 --directions inference forward+backward
+  done
   ;;
 tune)
   tune=(python3 -m benchmarks.tune --shapes "${models[@]}" "${rows[@]}" --rounds 10)

@@ -17,7 +17,6 @@ from dist_moe import formats
 from dist_moe.formats import Format
 
 E8M0_NAN = tl.constexpr(formats.E8M0_NAN)
-E4M3_NAN = tl.constexpr(formats.MXFP8_E4M3.nan_code)
 E4M3_LARGEST = tl.constexpr(formats.MXFP8_E4M3.largest)
 BLOCK_SCALE_FLOOR = tl.constexpr(formats.BLOCK_SCALE_FLOOR)
 OUTER_RANGE = tl.constexpr(formats.OUTER_RANGE)
@@ -88,27 +87,35 @@ def value_codes(v, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def rounded_to_e4m3(v):
+    """FP32 values of 2^-9 to 448 as the nearest of e4m3, ties to even.
+
+    By an addition as in rounded_to_e2m1: before a conversion to fp8 Triton changes to a layout in which every thread has
+    the scales of many blocks, and back behind it.
+    """
+    rounds = fp32_of(tl.maximum(bits_of(v) & INFINITY, 0x3C800000) + 0x0A000000)  # 2^20 times the power of two below
+    return (v + rounds) - rounds
+
+
+@triton.jit
 def block_scales(amax, outer, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr):
-    """Codes (uint8) of the scales of blocks whose amax has these bits, and what their values are multiplied by.
+    """Scales of blocks whose amax has these bits: codes (uint8), FP32, and what their values are multiplied by.
 
     Example: amax 960 in e4m3: m = 2.14 is rounded up to 4, code 129, values are multiplied by 0.25.
     """
     if TWO_LEVEL:
-        scale = fp32_of(amax) * outer * RECIPROCAL
-        scale = tl.where(scale < BLOCK_SCALE_FLOOR, BLOCK_SCALE_FLOOR, scale)
-        scale = tl.where(scale > E4M3_LARGEST, E4M3_LARGEST, scale)
-        rounded = scale.to(tl.float8e4nv)
-        is_nan = (bits_of(scale) & MAGNITUDE) > INFINITY
-        codes = tl.where(is_nan, E4M3_NAN, rounded.to(tl.uint8, bitcast=True).to(tl.int32))
-        factor = tl.where(
-            is_nan, fp32_of(tl.full(codes.shape, NAN, tl.int32)), tl.div_rn(outer, rounded.to(tl.float32))
-        )
+        m = fp32_of(amax) * outer * RECIPROCAL  # a NaN stays one in all that follows
+        m = tl.where(m < BLOCK_SCALE_FLOOR, BLOCK_SCALE_FLOOR, m)
+        scales = rounded_to_e4m3(tl.where(m > E4M3_LARGEST, E4M3_LARGEST, m))
+        codes = scales.to(tl.float8e4nv).to(tl.uint8, bitcast=True) & 0x7F  # the sign of a NaN
+        factor = tl.div_rn(outer, scales)
     else:
         m = bits_of(fp32_of(amax) * RECIPROCAL)
         codes = tl.where(m <= 0x400000, 0, (m + 0x7FFFFF) >> 23)  # up to 2^-127, subnormal, is code 0
         codes = tl.where(amax >= INFINITY, E8M0_NAN, codes)
         factor = fp32_of(tl.where(amax >= INFINITY, NAN, (254 - codes) << 23))
-    return codes.to(tl.uint8), factor
+        scales = powers(codes)
+    return codes.to(tl.uint8), scales, factor
 
 
 @triton.jit
@@ -120,8 +127,8 @@ def quantise(
     A block with a NaN or an infinity is multiplied by NaN, so that all its values become the one NaN of the format.
     """
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=AXIS)
-    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
-    return value_codes(blocks * tl.expand_dims(factor, AXIS), ELEMENT), scales
+    codes, _, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+    return value_codes(blocks * tl.expand_dims(factor, AXIS), ELEMENT), codes
 
 
 @triton.jit
@@ -146,7 +153,7 @@ def quantise_and_expand(
     Example: 957 and 960 in an e4m3 block have codes of 240 and the scale 4: 960 both.
     """
     amax = tl.max(bits_of(blocks) & MAGNITUDE, axis=AXIS)
-    scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+    _, scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
     v = blocks * tl.expand_dims(factor, AXIS)
     DTYPE: tl.constexpr = tl.float16 if ELEMENT == "e2m1" else tl.bfloat16
     if ELEMENT == "e4m3":
@@ -156,8 +163,7 @@ def quantise_and_expand(
     else:
         tl.static_assert(ELEMENT == "e2m1" and TWO_LEVEL)
         v = rounded_to_e2m1(v)
-    scale = scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) if TWO_LEVEL else powers(scales)
-    return (v * tl.expand_dims(scale, AXIS)).to(DTYPE)
+    return (v * tl.expand_dims(scales, AXIS)).to(DTYPE)
 
 
 @triton.jit

@@ -356,7 +356,7 @@ def _quantize_weights(
         NUM_N: tl.constexpr = BLOCK_R // BLOCK
         blocks = tl.reshape(w, (NUM_N, BLOCK, NUM_K, BLOCK))
         amax = tl.max(tl.max(bits_of(blocks) & MAGNITUDE, axis=3), axis=1)
-        scales, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
+        scales, _, factor = block_scales(amax, outer, RECIPROCAL, TWO_LEVEL)
         codes = value_codes(blocks * factor[:, None, :, None], ELEMENT)
         # A block is zeros where N or K ends, so its scale is 0, as padding is.
         t = first_n // BLOCK + tl.arange(0, NUM_N)

@@ -58,7 +58,7 @@ def _put_block_by_rows(
 ):
     """Quantise and store the real rows of a block, a scale a row; one-byte formats."""
     amax = tl.max(tl.max(bits_of(x) & MAGNITUDE, axis=2), axis=0)
-    scales, factor = block_scales(amax, 1.0, RECIPROCAL, False)
+    scales, _, factor = block_scales(amax, 1.0, RECIPROCAL, False)
     codes = value_codes(x * factor[None, :, None], ELEMENT)
     values_ptr += first_row * values_stride + col
     tl.store(values_ptr + _block_offsets(x, values_stride), codes, mask=real[None, :, None])

@@ -15,6 +15,7 @@ from dist_moe.kernels_triton._scaled import (
     quantise,
     quantise_and_expand,
     rounded_to_e2m1,
+    rounded_to_e4m3,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -42,6 +43,12 @@ def _round(x_ptr, codes_ptr, values_ptr, N: tl.constexpr):
     place = tl.arange(0, N)
     tl.store(codes_ptr + place, e2m1_codes(tl.load(x_ptr + place)))
     tl.store(values_ptr + place, rounded_to_e2m1(tl.load(x_ptr + place)))
+
+
+@triton.jit
+def _round_scales(x_ptr, out_ptr, N: tl.constexpr):
+    place = tl.arange(0, N)
+    tl.store(out_ptr + place, rounded_to_e4m3(tl.load(x_ptr + place)))
 
 
 def rows(device) -> torch.Tensor:
@@ -80,3 +87,15 @@ def test_values_of_e2m1_are_those_of_its_codes(device):
         finite = ~x.isnan().cpu()
         assert_same_bits([values.cpu()[finite]], [of_codes[codes.cpu().long()][finite]])
         assert values.abs().max() == 6 and (values.cpu()[~finite].abs() == 6).all()
+
+
+def test_scales_are_rounded_as_a_conversion_to_e4m3(device):
+    """From 2^-9 to 448: all values, the middles between two, ties to even, and their neighbours."""
+    values = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, middles, *(middles.nextafter(torch.tensor(to)) for to in (-INF, INF))])
+    x = torch.cat([x, torch.full((512 - len(x),), NAN)]).to(device)
+    found = torch.zeros_like(x)
+    _round_scales[(1,)](x, found, len(x), enable_fp_fusion=False)
+    want = x.to(torch.float8_e4m3fn).float()
+    assert torch.equal(found.nan_to_num(-1), want.nan_to_num(-1)) and want.unique().numel() > 0x7E
