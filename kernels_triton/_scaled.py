@@ -90,7 +90,7 @@ def value_codes(v, ELEMENT: tl.constexpr):
 def rounded_to_e4m3(v):
     """FP32 values of 2^-9 to 448 as the nearest of e4m3, ties to even.
 
-    By an addition as in rounded_to_e2m1: before a conversion to fp8 Triton changes to a layout in which every thread has
+    By an addition as in rounded_to_e2m1: before a conversion to fp8 Triton changes to a layout in which a thread has
     the scales of many blocks, and back behind it.
     """
     rounds = fp32_of(tl.maximum(bits_of(v) & INFINITY, 0x3C800000) + 0x0A000000)  # 2^20 times the power of two below
