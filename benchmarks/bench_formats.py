@@ -114,7 +114,7 @@ class Case:
                 self._direction(rows, stage_rows, roofs, direction, inputs, contexts)
 
     def _names(self, direction: str) -> list[str]:
-        return [name for name in METHODS[direction] if name.split("-")[0] in self.args.precisions]
+        return [name for name in METHODS[direction] if name in self.args.methods]
 
     def _direction(self, rows, stage_rows, roofs, direction, inputs, contexts) -> None:
         methods, errors, expected = [], {}, None
@@ -144,6 +144,7 @@ class Case:
                 methods.append(Method(name, method.run, method.prepare))
             else:
                 methods.append(Method(name, ours.run, ours.prepare))
+        expected = None  # gradients of all weights
         about = rows.about(self.shape, self.traffic, self.routing, direction)
         times = measure(self.job, methods, self.args.rounds)
         for name, time in times.items():
@@ -166,7 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--virtual", type=int, help="this many ranks in one process")
     options.add_argument("--directions", nargs="+", choices=METHODS, default=[INFERENCE])
-    options.add_argument("--precisions", nargs="+", choices=("bf16", *FORMATS), default=["bf16", *FORMATS])
+    names = [*dict.fromkeys(name for of_direction in METHODS.values() for name in of_direction)]
+    options.add_argument("--methods", nargs="+", choices=names, default=names, help="those that a direction has")
     options.add_argument("--stages", action="store_true", help="also a table of every op of the path")
     options.add_argument("--backend", help="of our ops; default: the best that runs")
     args = parse(options, argv)
