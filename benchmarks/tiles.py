@@ -82,6 +82,7 @@ def _scaled_hopper(kernel: ModuleType, at: ShapeClass) -> Choice:
 TABLES: dict[str, Callable[[ModuleType, ShapeClass], Choice]] = {
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_swiglu": _swiglu,
+    "grouped_gemm_hopper": lambda kernel, at: (kernel.CONFIG, ()),
     "wgrad_hopper": _wgrad_hopper,
     "grouped_gemm_scaled": _grouped_gemm_scaled,
     "expanded_hopper": _expanded_hopper,
@@ -95,10 +96,10 @@ def short(kernel: ModuleType) -> str:
 
 
 def name_of(config: Config) -> str:
-    """128x256x64 w8 s4: blocks, warps, stages; or 64+16 s5: rows, tail, stages."""
-    if hasattr(config, "rows"):
-        tail = getattr(config, "tail", 0)
-        return f"{config.rows}{f'+{tail}' if tail else ''} s{config.num_stages}"
+    """128x256x64 w8 s4: blocks, warps, stages; or 64+16 s5: rows, tail, stages, of which a table may fix the rows."""
+    if not hasattr(config, "block_m"):
+        sizes = (getattr(config, name, 0) for name in ("rows", "tail"))
+        return f"{'+'.join(str(size) for size in sizes if size)} s{config.num_stages}"
     return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
 
 

@@ -41,7 +41,7 @@ from .op_cases import ACCUMULATIONS, FUSED, GEMM_OPS, PRODUCTS, product_cases
 from .record import KEY, Rows, parse, parser
 from .roofs import Roofs, Work, backward_work, forward_work, measure_roofs
 from .scaled_gemms import ScaledGemms, ops_of
-from .shapes import Shape, Traffic, load_of
+from .shapes import Shape, Traffic, config_of, load_of
 from .tiles import Config, ShapeClass
 from .timing import Method, Times, measure
 
@@ -101,7 +101,7 @@ def class_of(traffic: Traffic, product: str, **how) -> ShapeClass:
 
 def bf16_products(job: Job, traffic: Traffic, rank: int, asked: list[str]) -> Products:
     makers = product_cases(traffic, rank, job.device)
-    call = registry.call_of(job.device, None)
+    call = registry.call_of(job.device, None, config_of(traffic), traffic.W)
     for name in asked:
         case = makers[name]()
         function = registry.function(registry.choose(case.op, call)[0])

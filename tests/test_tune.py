@@ -38,6 +38,7 @@ CHOICES = [
     ("grouped_gemm", ShapeClass("dgrad", 4096, 384, 512, BF16), grouped_gemm.CONFIGS[128, 128], ROWS),
     ("grouped_gemm", ShapeClass("wgrad", 4096, 64, 8, BF16), grouped_gemm.CONFIGS[128, 64], ROWS),
     ("grouped_gemm_swiglu", ShapeClass("forward", 4096, 7168, 8, BF16), grouped_gemm.CONFIGS[64, 128], ROWS),
+    ("grouped_gemm_hopper", ShapeClass("dgrad", 64, 64, 300, BF16), kernel("grouped_gemm_hopper").CONFIG, ()),
     ("wgrad_hopper", ShapeClass("wgrad", 64, 64, 8, torch.float32), wgrad_hopper.CONFIGS[torch.float32], ()),
     *(
         ("expanded_hopper", ShapeClass("forward", 64, 64, 16, BF16, format), table[size], table.values())

@@ -24,7 +24,7 @@ from .planner import (
     missing_route_bytes,
     output_columns,
     plan_memory,
-    routed_rows,
+    rows_per_expert,
     slot_geometry,
     small,
     stage_columns,
@@ -130,7 +130,7 @@ def create_context(
         exchanges=not world.emulated,
         num_sms=config.num_sms,
         preset=config.bf16_grouped_gemm_preset,
-        rows_per_expert=_rows_per_expert(config, world.size),
+        rows_per_expert=rows_per_expert(config, world.size),
         small=small(config, world.size),
         fast_math=config.block_scaled is not None and config.block_scaled.fast_math,
     )
@@ -147,11 +147,6 @@ def create_context(
     )
     live[name] = context
     return context
-
-
-def _rows_per_expert(config: Config, ep_size: int) -> int:
-    """On average, of full calls with balanced ranks: what the scratch holds beyond that is for routing that is not."""
-    return shapes.cdiv(routed_rows(config, ep_size, 1.0), config.num_experts // ep_size)
 
 
 def _check_timeout(peer_timeout_s) -> float:
@@ -192,12 +187,12 @@ def _prepare(world: World, config: Config, backend: str | None, name: str | None
     plan = plan_memory(config, world.size, device=world.device, backend=backend)
     if config.vmm is not None and not plan.uses_host_scratch:
         logger.warning("create_context: VmmConfig has no effect: device scratch holds all rows, none lie on the host")
-    if unused := unused_kernel_config(config, call_of(world.device, backend, config), backend):
+    if unused := unused_kernel_config(config, call_of(world.device, backend, config, world.size), backend):
         logger.warning("create_context: kernel_config has no effect on %s", unused)
     name = f"dist_moe-{next(_numbers)}" if name is None else name
     if name in live:
         raise ValueError(f"create_context: the name {name!r} is that of a live context; close it or choose another")
-    return plan, resolve(world.device, backend, config), name
+    return plan, resolve(world.device, backend, config, world.size), name
 
 
 @contextlib.contextmanager

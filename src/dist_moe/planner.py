@@ -73,6 +73,11 @@ def routed_rows(config: Config, ep_size: int, factor: float) -> int:
     return min(int(T * K * factor + 0.5), T * ep_size * min(K, L))
 
 
+def rows_per_expert(config: Config, ep_size: int) -> int:
+    """On average, of full calls with balanced ranks: what the scratch holds beyond that is for routing that is not."""
+    return cdiv(routed_rows(config, ep_size, 1.0), config.num_experts // ep_size)
+
+
 def padding_rows(config: Config, ep_size: int) -> int:
     """The most rows that are padding: block-scaled, every expert begins at a multiple of ROW_ALIGNMENT."""
     return 0 if config.block_scaled is None else config.num_experts // ep_size * (ROW_ALIGNMENT - 1)

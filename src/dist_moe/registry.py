@@ -15,11 +15,12 @@ import torch
 from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
 from .memory_plan import format_bytes
-from .planner import dedup, missing_route_bytes, output_columns, plan_memory, small
+from .planner import dedup, missing_route_bytes, output_columns, plan_memory, rows_per_expert, small
 from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
+FITTED_ROWS = (256, 1024)  # an expert, on average, between which tiles that fit them were faster
 GLUON_TRITONS = ("3.6", "3.7", "3.8", "3.9")
 CUTE_DSL = "4.8.1"  # the version that the kernels were compiled and emulated with
 DRIVER_GRANULARITY_BYTES = 2**21  # of mappings, where no driver can be asked
@@ -34,6 +35,7 @@ class Call:
     interpreting: bool  # TRITON_INTERPRET was set when triton was imported
     by_name: bool  # the backend was named, not chosen
     config: Config | None = None  # of the Context; None: no Context asks
+    num_ranks: int = 1  # that share the experts
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,20 @@ def needs_hopper(call: Call) -> str | None:
     if call.device.type != "cuda" or call.compute_capability[0] != 9:
         return "written for the tensor cores of compute capability 9.x"
     return None
+
+
+def needs_hopper_and_rows(call: Call) -> str | None:
+    """Of a product whose tiles fit the rows of an expert: with few it is slower, and with many there is little to fit
+    (docs/performance.md). A preset asks for tiles that it does not have."""
+    if problem := needs_hopper(call):
+        return problem
+    if call.config is None:
+        return None
+    if call.config.bf16_grouped_gemm_preset is not None:
+        return "has no tiles of a bf16_grouped_gemm_preset"
+    least, most = FITTED_ROWS
+    rows = rows_per_expert(call.config, call.num_ranks)
+    return None if least <= rows <= most else f"written for {least} to {most} rows an expert, here are {rows}"
 
 
 def needs_hopper_and(format: Format) -> Callable[[Call], str | None]:
@@ -189,6 +205,10 @@ _FILES = _TRITON_FILES | _FORMAT_FILES
 FUSED_OP = "grouped_gemm_scaled_swiglu"  # of the cute backend alone: W13 with SwiGLU and its quantiser
 _NOT_EXECUTED = "compiled and emulated, not executed on hardware"
 IMPLS = (
+    *(
+        Impl(op, "gluon", f"dist_moe.kernels_triton.grouped_gemm_hopper:{op}", needs_hopper_and_rows)
+        for op in ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad")
+    ),
     Impl("grouped_gemm_wgrad", "gluon", "dist_moe.kernels_triton.wgrad_hopper:grouped_gemm_wgrad", needs_hopper),
     Impl(
         "grouped_gemm_scaled",
@@ -236,7 +256,7 @@ BACKENDS = ("triton", "reference")  # those that have every op can be named
 LOCAL_BACKENDS = ("gluon", "cute")  # of a rank's own products: they concern no other rank
 
 
-def call_of(device: torch.device | str, backend: str | None, config: Config | None = None) -> Call:
+def call_of(device: torch.device | str, backend: str | None, config: Config | None = None, num_ranks: int = 1) -> Call:
     """The metadata that decides on a device; starts CUDA only for a CUDA device of this machine.
 
     Args:    device: one of this machine, or a GPU that need not be there by its compute capability, as "sm_100".
@@ -246,11 +266,11 @@ def call_of(device: torch.device | str, backend: str | None, config: Config | No
             f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}, or None for the best that runs"
         )
     if described := _capability(device):
-        return Call(torch.device("cuda"), described, False, backend is not None, config)
+        return Call(torch.device("cuda"), described, False, backend is not None, config, num_ranks)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-    return Call(device, capability, interpreting, backend is not None, config)
+    return Call(device, capability, interpreting, backend is not None, config, num_ranks)
 
 
 def _capability(device: torch.device | str | None) -> tuple[int, int] | None:
@@ -320,15 +340,17 @@ def unused_kernel_config(config: Config, call: Call, backend: str | None = None)
     return "; ".join(f"{', '.join(ops)} in {answer}" for answer, ops in ops_by_answer.items()) or None
 
 
-def resolve(device: torch.device, backend: str | None = None, config: Config | None = None) -> SimpleNamespace:
+def resolve(
+    device: torch.device, backend: str | None = None, config: Config | None = None, num_ranks: int = 1
+) -> SimpleNamespace:
     """Every op of a Context as a function, by name, and `backends`: op -> the backend that was chosen.
 
-    Args:   config: of the Context; default a bf16 one.
+    Args:   config: of the Context, with num_ranks; default a bf16 one.
     Raises: as choose; RuntimeError for a torch that is too old.
     """
     if problem := _too_old("torch", torch.__version__, MIN_TORCH):
         raise RuntimeError(problem)
-    call = call_of(device, backend, config)
+    call = call_of(device, backend, config, num_ranks)
     ops, backends = {}, {}
     for op in OPS if config is None else ops_of(config):
         impl, _ = choose(op, call, backend)
@@ -384,7 +406,7 @@ def explain(
     else:
         where = device = default_device(device)
         plan_for = {"device": device}
-    call = call_of(device, backend, config)
+    call = call_of(device, backend, config, ep_size)
     scheme = "de-duplicated: a token's row crosses once a rank" if dedup(config, ep_size) else "per route"
     obstacle = None
     try:

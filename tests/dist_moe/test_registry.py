@@ -77,6 +77,26 @@ def test_weight_gradients_on_hopper_run_in_gluon():
     assert choose("grouped_gemm_wgrad", call(CUDA, (9, 0), by_name=True), "triton")[0].backend == "triton"
 
 
+FITTED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad")
+
+
+def test_products_whose_tiles_fit_the_rows_of_an_expert_run_in_gluon_on_hopper():
+    """Rows of an expert on average: tokens times top-k of all ranks over experts."""
+    config = Config(2048, 64, 96, 2, 32, 1)  # 128 rows an expert from each rank
+    for num_ranks, fits in ((1, False), (2, True), (8, True), (16, False)):
+        for op in FITTED:
+            impl, reasons = choose(op, Call(CUDA, (9, 0), False, False, config, num_ranks))
+            assert impl.backend == ("gluon" if fits else "triton")
+            assert fits or f"written for 256 to 1024 rows an expert, here are {128 * num_ranks}" in reasons[0]
+    for other, capability, words in (
+        (replace(config, bf16_grouped_gemm_preset="1cta1mma_bm128_bn128"), (9, 0), "preset"),
+        (config, (10, 0), "compute capability 9.x"),
+    ):
+        impl, reasons = choose("grouped_gemm", Call(CUDA, capability, False, False, other, 2))
+        assert impl.backend == "triton" and words in reasons[0]
+    assert "  gluon\n    grouped_gemm, grouped_gemm_swiglu, grouped_gemm_dgrad" in explain(config, 2, device="sm_90")
+
+
 NARROW = replace(SERVING, hidden_dim=160, intermediate_dim=32)  # outputs in windows of 64 columns
 
 

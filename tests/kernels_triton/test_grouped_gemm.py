@@ -86,24 +86,31 @@ class Problem:
         return out
 
 
-KINDS = {
-    "forward": (gemm.grouped_gemm, reference.grouped_gemm),
-    "dgrad": (gemm.grouped_gemm_dgrad, reference.grouped_gemm_dgrad),
-}
+KINDS = {"forward": "grouped_gemm", "dgrad": "grouped_gemm_dgrad"}  # names of the op, in every module that has it
 
 
-def both(problem: Problem, kind: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    op, oracle = KINDS[kind]
+def both(problem: Problem, kind: str, module=gemm, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    op, oracle = (getattr(home, KINDS[kind]) for home in (module, reference))
     return problem.rows_op(op, kind, **options), problem.rows_op(oracle, kind)
 
 
-WGRADS = {"triton": "grouped_gemm", "gluon": "wgrad_hopper"}
+def implementation(request, triton: str, gluon: str):
+    return importlib.import_module(f"dist_moe.kernels_triton.{triton if request.param == 'triton' else gluon}")
 
 
-@pytest.fixture(params=["triton", pytest.param("gluon", marks=pytest.mark.sm90)])
+BACKENDS = ["triton", pytest.param("gluon", marks=pytest.mark.sm90)]
+
+
+@pytest.fixture(params=BACKENDS)
+def module(request):
+    """Every implementation of grouped_gemm and grouped_gemm_dgrad that runs here."""
+    return implementation(request, "grouped_gemm", "grouped_gemm_hopper")
+
+
+@pytest.fixture(params=BACKENDS)
 def wgrad(request):
     """Every implementation of grouped_gemm_wgrad that runs here."""
-    return importlib.import_module(f"dist_moe.kernels_triton.{WGRADS[request.param]}").grouped_gemm_wgrad
+    return implementation(request, "grouped_gemm", "wgrad_hopper").grouped_gemm_wgrad
 
 
 # Rows times weight
@@ -111,8 +118,20 @@ def wgrad(request):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_rows_equal_the_oracle(case, kind, device):
-    assert_close(*both(Problem(case, device), kind), "gemm")
+def test_rows_equal_the_oracle(case, kind, module, device):
+    assert_close(*both(Problem(case, device), kind, module), "gemm")
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("last", range(1, 300, 31), ids=str)
+def test_rows_behind_whole_tiles_have_the_bits_of_another_tile(last, kind, device):
+    """One tile and several, whose last one has 1 to 288 rows, boxes and tails, beside a ragged neighbour."""
+    hopper = importlib.import_module("dist_moe.kernels_triton.grouped_gemm_hopper")
+    problem = Problem(Case("tiles", (last, 256 + last, 0, 512 + last), N=288, K=352), device)
+    out, ref = both(problem, kind, hopper)
+    assert_close(out, ref, "gemm")
+    assert torch.equal(out, problem.rows_op(getattr(gemm, KINDS[kind]), kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,13 +141,13 @@ def test_every_tile(config, kind, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_of_another_expert_stays_there(kind, device):
+def test_nan_of_another_expert_stays_there(kind, module, device):
     """Weights and rows of expert 1 are NaN: tails of contraction, columns and rows reach into them."""
     problem = Problem(Case("tails everywhere", (5, 70, 9), N=96, K=96), device)
-    out, ref = both(problem, kind)
+    out, ref = both(problem, kind, module)
     for operand in (problem.w[1:2], problem.x[5:75], problem.dy[5:75]):
         operand.fill_(NAN)
-    poisoned = problem.rows_op(KINDS[kind][0], kind)
+    poisoned = problem.rows_op(getattr(module, KINDS[kind]), kind)
     assert poisoned[5:75].isnan().all()
     others = [*range(5), *range(75, 84)]
     assert torch.equal(poisoned[others], out[others])
@@ -136,33 +155,34 @@ def test_nan_of_another_expert_stays_there(kind, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_the_run_or_the_number_of_programs(kind, device):
+def test_bits_do_not_depend_on_the_run_or_the_number_of_programs(kind, module, device):
     problem = Problem(CASE, device)
-    first = problem.rows_op(KINDS[kind][0], kind)
-    assert torch.equal(first, problem.rows_op(KINDS[kind][0], kind))
-    assert torch.equal(first, problem.rows_op(KINDS[kind][0], kind, num_sms=1))
+    op = getattr(module, KINDS[kind])
+    first = problem.rows_op(op, kind)
+    assert torch.equal(first, problem.rows_op(op, kind))
+    assert torch.equal(first, problem.rows_op(op, kind, num_sms=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_the_place(kind, device):
+def test_bits_do_not_depend_on_the_place(kind, module, device):
     """The experts in another order: every row keeps its bits."""
     problem, order = Problem(CASE, device), [3, 0, 2, 1]
     moved = Problem(Case("permuted", tuple(CASE.rows[e] for e in order)), device)
     segments = [range(int(problem.start_P[e]), int(problem.start_P[e + 1])) for e in order]
     rows = torch.tensor([r for segment in segments for r in segment], device=device)
     moved.w, moved.x, moved.dy = problem.w[order].contiguous(), problem.x[rows], problem.dy[rows]
-    op = KINDS[kind][0]
+    op = getattr(module, KINDS[kind])
     assert torch.equal(moved.rows_op(op, kind), problem.rows_op(op, kind)[rows])
 
 
-def test_views_of_one_buffer(device):
+def test_views_of_one_buffer(module, device):
     """Operands and results at other rows and of other widths of the same memory, as in the activation buffer."""
     problem = Problem(Case("one buffer", (3, 30), N=96, K=32), device)
     buffer = torch.full((96 * 200,), NAN, dtype=torch.bfloat16, device=device)
     buffer.view(-1, 32)[7 : 7 + 33] = problem.x
     starts = torch.tensor([7, 100], device=device)
     rest = buffer.view(-1, 96)[:100].clone()
-    gemm.grouped_gemm(
+    module.grouped_gemm(
         buffer.view(-1, 32),
         starts[:1],
         problem.w,
@@ -177,7 +197,7 @@ def test_views_of_one_buffer(device):
 
 
 @pytest.mark.parametrize("by_start", [True, False], ids=["start of the stage", "row of the stage"])
-def test_rows_past_two_to_the_31_elements(by_start, device):
+def test_rows_past_two_to_the_31_elements(by_start, module, device):
     """Offsets of rows that are behind 2^31 elements; on a CPU the memory before them is never touched."""
     problem, start = Problem(Case("far", (2, 3), N=32, K=32), device), 2**26 + 3
     a, out = (torch.empty(2**26 + 16, 32, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -185,7 +205,7 @@ def test_rows_past_two_to_the_31_elements(by_start, device):
     out[start:] = 7.0
     start_1 = torch.tensor([start if by_start else 3], device=device)
     start_P = problem.start_P + (0 if by_start else 2**26)
-    gemm.grouped_gemm(a, start_1, problem.w, out, start_1, start_P, stop_1=problem.stop)
+    module.grouped_gemm(a, start_1, problem.w, out, start_1, start_P, stop_1=problem.stop)
     assert_close(out[start : start + 5], problem.rows_op(reference.grouped_gemm, "forward"), "gemm")
     assert (out[start + 5 :] == 7.0).all()
 
@@ -259,22 +279,22 @@ def test_wgrad_equal_bits(wgrad, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_leaves_without_touching_anything(kind, wgrad, device):
+def test_stop_leaves_without_touching_anything(kind, module, wgrad, device):
     problem = Problem(CASE, device)
     problem.stop.fill_(1)
     problem.start_P.fill_(2**30)  # what it would read is garbage then
-    assert (problem.rows_op(KINDS[kind][0], kind) == 7.0).all()
+    assert (problem.rows_op(getattr(module, KINDS[kind]), kind) == 7.0).all()
     for accumulate in (False, True):
         out = torch.full_like(problem.w, 7.0)
         assert (problem.wgrad(wgrad, out, accumulate=accumulate) == 7.0).all()
 
 
-def test_docstring_examples(wgrad, device):
+def test_docstring_examples(module, wgrad, device):
     start_P = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
     rows = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, device=device)[:, None].expand(3, 32).contiguous()
     w = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None, None].expand(2, 32, 32).contiguous()
     zero, stop = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-    for op in (gemm.grouped_gemm, gemm.grouped_gemm_dgrad):
+    for op in (module.grouped_gemm, module.grouped_gemm_dgrad):
         out = torch.empty_like(rows)
         op(rows, zero, w, out, zero, start_P, stop_1=stop)
         assert out.unique(dim=1).flatten().tolist() == [32, 128, 192]
@@ -310,11 +330,11 @@ def test_tile_map_examples(device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bar_sees_faults(kind, device):
     problem = Problem(Case("two experts", (20, 20)), device)
-    ref = problem.rows_op(KINDS[kind][1], kind)
+    ref = problem.rows_op(getattr(reference, KINDS[kind]), kind)
     dropped, swapped = ref.clone(), Problem(problem.case, device)
     dropped[7] = 0
     swapped.x, swapped.dy, swapped.w = problem.x, problem.dy, problem.w.flip(0)
-    for wrong in (torch.zeros_like(ref), dropped, swapped.rows_op(KINDS[kind][1], kind)):
+    for wrong in (torch.zeros_like(ref), dropped, swapped.rows_op(getattr(reference, KINDS[kind]), kind)):
         with pytest.raises(AssertionError, match="miss the bar"):
             assert_close(wrong, ref, "gemm")
 

@@ -1,5 +1,6 @@
 """W13 with SwiGLU behind it: the bits of the two ops one after the other, near the oracle, h1 only where it is kept."""
 
+import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,7 @@ from dist_moe.kernels_triton.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dist_moe.shapes import Activation
 from dist_moe.testing import assert_close
 
-from .test_grouped_gemm import put, randn, row_start
+from .test_grouped_gemm import BACKENDS, implementation, put, randn, row_start
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Problem:
         return self.run(chain)
 
 
+@pytest.fixture(params=BACKENDS)
+def op(request):
+    """Every implementation of grouped_gemm_swiglu that runs here."""
+    return implementation(request, "grouped_gemm_swiglu", "grouped_gemm_hopper").grouped_gemm_swiglu
+
+
 def assert_equal(found, wanted) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
@@ -75,26 +82,35 @@ def assert_equal(found, wanted) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.edge)
-def test_bits_are_those_of_two_ops_and_near_the_oracle(case, activation, device):
+def test_bits_are_those_of_two_ops_and_near_the_oracle(case, activation, op, device):
     problem = Problem(case, device)
-    found = problem.fused(activation)
+    found = problem.fused(activation, op)
     assert_equal(found, problem.one_by_one(activation))
     for a, b in zip(found, problem.fused(activation, reference.grouped_gemm_swiglu), strict=True):
         assert_close(a, b, "gemm")
 
 
-@pytest.mark.parametrize("op", [grouped_gemm_swiglu, reference.grouped_gemm_swiglu], ids=["kernel", "oracle"])
+@pytest.mark.sm90
+@pytest.mark.parametrize("last", range(1, 300, 31), ids=str)
+def test_rows_behind_whole_tiles_have_the_bits_of_another_tile(last, device):
+    hopper = importlib.import_module("dist_moe.kernels_triton.grouped_gemm_hopper")
+    problem = Problem(Case("tiles", (last, 256 + last, 0, 512 + last), 352, 224), device)
+    for activation in ACTIVATIONS:
+        assert_equal(problem.fused(activation, hopper.grouped_gemm_swiglu), problem.fused(activation))
+
+
 def test_h1_that_is_not_kept_is_not_touched(op, device):
     problem = Problem(RAGGED, device)
-    kept, left = (problem.fused(op=op, keep_h1=keep) for keep in (True, False))
-    assert torch.equal(left[1], kept[1]) and (left[0] == 7.0).all() and not (kept[0] == 7.0).all()
+    for function in (op, reference.grouped_gemm_swiglu):
+        kept, left = (problem.fused(op=function, keep_h1=keep) for keep in (True, False))
+        assert torch.equal(left[1], kept[1]) and (left[0] == 7.0).all() and not (kept[0] == 7.0).all()
 
 
-@pytest.mark.parametrize("op", [grouped_gemm_swiglu, reference.grouped_gemm_swiglu], ids=["kernel", "oracle"])
 def test_a_stopped_call_touches_nothing(op, device):
     problem = Problem(RAGGED, device)
     problem.stop += 1
-    assert all((rows == 7.0).all() for rows in problem.fused(op=op))
+    for function in (op, reference.grouped_gemm_swiglu):
+        assert all((rows == 7.0).all() for rows in problem.fused(op=function))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
@@ -105,18 +121,18 @@ def test_bits_are_those_of_two_ops_with_the_tiles_of_many_rows_too(F, columns, a
     assert_equal(problem.fused(activation, rows_per_expert=512), problem.one_by_one(activation, rows_per_expert=512))
 
 
-def test_programs_do_not_change_bits(device):
+def test_programs_do_not_change_bits(op, device):
     problem = Problem(RAGGED, device)
-    assert_equal(problem.fused(num_sms=1), problem.fused())
+    assert_equal(problem.fused(op=op, num_sms=1), problem.fused(op=op))
 
 
-def test_the_example_of_the_kernel(device):
+def test_the_example_of_the_kernel(op, device):
     x, w13 = torch.ones(3, 32), torch.ones(1, 64, 32)
     h1, h2 = (torch.zeros(3, width) for width in (64, 32))
     x, w13, h1, h2 = (t.bfloat16().to(device) for t in (x, w13, h1, h2))
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     how = {"keep_h1": True, "activation": Activation(), "stop_1": zero}
-    grouped_gemm_swiglu(x, zero, w13, h1, zero, h2, zero, row_start((3,), device), **how)
+    op(x, zero, w13, h1, zero, h2, zero, row_start((3,), device), **how)
     assert (h1 == 32).all() and (h2 == 1024).all()
 
 
@@ -129,8 +145,8 @@ def test_the_example_of_the_kernel(device):
         ("F must be a multiple of 32", lambda p: (setattr(p, "w13", p.w13[:, :160].contiguous()), setattr(p, "F", 80))),
     ],
 )
-def test_operands_that_do_not_fit_are_named(name, change, device):
+def test_operands_that_do_not_fit_are_named(name, change, op, device):
     problem = Problem(RAGGED, device)
     change(problem)
     with pytest.raises(ValueError, match=f"grouped_gemm_swiglu: .*{name}"):
-        problem.fused()
+        problem.fused(op=op)
