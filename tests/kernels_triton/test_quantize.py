@@ -316,6 +316,8 @@ def test_a_million_blocks_of_rows(format, dtype, blocked, device):
 def test_a_million_blocks_of_columns(format, blocked, device):
     counts = [640, 0, 1000, 129, 2571]
     x, start_P, num_rows_L = expert_rows(counts, 2880 * 3, torch.bfloat16)
+    hard = hard_values(x.shape[1], len(x)).T.bfloat16()  # blocks of all magnitudes and edge values, along the columns
+    x = torch.where(x.isnan(), x, hard)
     x, start_P, num_rows_L = (t.to(device) for t in (x, start_P, num_rows_L))
     options = {"format": format, "blocked": blocked, "row_start_P": start_P, "num_rows_L": num_rows_L}
     end = int(start_P[-1])
@@ -334,11 +336,19 @@ def test_a_million_blocks_of_columns(format, blocked, device):
     ids=lambda v: v.name if hasattr(v, "name") else ("square" if v else "along K"),
 )
 def test_a_million_blocks_of_weights(format, square, device):
-    w = torch.randn(8, 2880, 1440, device=device).bfloat16()
-    w[3] = 0
-    found = kernels.quantize_weights(w, format=format, square=square)
-    assert_same_bits(found, oracle.quantize_weights(w, format=format, square=square))
-    assert found.scales.shape[0] == 8 * padded_scales(2880, 4)[0]
+    """Of all magnitudes, an expert of zeros and one of edge values; square ones of 1024 values in several passes."""
+    G, N, K = 8, 2880, 1440
+    num_blocks = 0
+    while num_blocks < 10**6:
+        magnitude = torch.exp2(torch.randint(-140, 100, (G, N // 32, 1, K // 32, 1), device=device).float())
+        w = torch.randn(G, N // 32, 32, K // 32, 32, device=device).mul_(magnitude).view(G, N, K).bfloat16()
+        w[3], w[5] = 0, hard_values(N, K).bfloat16()
+        found, want = (q.quantize_weights(w, format=format, square=square) for q in (kernels, oracle))
+        for name, a, b in zip(want._fields, found, want, strict=True):
+            assert (a is None) == (b is None), name
+            assert b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+        num_blocks += w.numel() // (format.block * (32 if square else 1))
+    assert found.scales.shape[0] == G * padded_scales(N, 4)[0]
 
 
 @pytest.mark.gpu
