@@ -27,8 +27,9 @@ MAJORS = {"sm90": 9, "sm100": 10}  # of the compute capability
 _CUTE = {"nvidia-cutlass-dsl": importlib.util.find_spec("cutlass") is not None}
 _EMULATED = _CUTE | {"C compiler": shutil.which("cc") is not None}
 _VERIFIED = _EMULATED | {"sentryward": importlib.util.find_spec("sentryward") is not None}
-_TRANSFORMERS = {"transformers": importlib.util.find_spec("transformers") is not None}
-PACKAGES = {"cute": _CUTE, "emulated": _EMULATED, "verified": _VERIFIED, "transformers": _TRANSFORMERS}
+_ALONE = ("matplotlib", "transformers", "torchao")
+PACKAGES = {"cute": _CUTE, "emulated": _EMULATED, "verified": _VERIFIED}
+PACKAGES |= {name: {name: importlib.util.find_spec(name) is not None} for name in _ALONE}
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

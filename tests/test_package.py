@@ -80,7 +80,7 @@ def test_the_wheel_asks_for_what_it_needs(wheel):
     assert "torch>=2.11" in required and 'triton>=3.6; platform_system == "Linux"' in required
     # The sm_100 kernels are tested with one version of the DSL, and with the tools of that version.
     pinned = [line.split("==")[0] for line in required if "<" in line or "==" in line.split(";")[0]]
-    extras = {"nvidia-cutlass-dsl[cu13]", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "sentryward"}
+    extras = {"nvidia-cutlass-dsl[cu13]", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "sentryward", "torchao"}
     assert set(pinned) == extras, "no other upper pins"
 
 

@@ -80,6 +80,12 @@ def assert_close_to_scaled(results: list[RankResults], expected: list[RankResult
     assert_results_close(results, expected, "path" if backend == "reference" else "scaled_path")
 
 
+def served(case: Case, inputs, block_scaled, backend: str) -> list[RankResults]:
+    """Inference, of prepared weights."""
+    config = config_of(case, block_scaled, **FORWARD_ONLY)
+    return run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
+
+
 @pytest.fixture(params=[False, True], ids=["codes", "expanded"])
 def expanded(request, monkeypatch) -> bool:
     """Whether Contexts for training expand columns, whatever the device."""
@@ -115,9 +121,8 @@ def test_groups_of_every_size(backend, expanded):
 @pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
 @each_case
 def test_inference_against_the_layer_with_quantised_operands(case, block_scaled, backend):
-    config = config_of(case, block_scaled, **FORWARD_ONLY)
     inputs = case.inputs()
-    results = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
+    results = served(case, inputs, block_scaled, backend)
     expected = dense_scaled(case, inputs, by_name(block_scaled.format), training=False)
     assert_close_to_scaled(results, expected, backend)
 
@@ -159,9 +164,8 @@ def test_a_broken_token_without_weight_reaches_nobody(backend, expanded):
     trained = run(config_of(case), inputs, backend)
     assert all(torch.isfinite(value).all() for rank in trained for value in vars(rank).values())
     for how in (MXFP8, NVFP4):
-        config = config_of(case, how, **FORWARD_ONLY)
-        served = run(config, prepared(inputs, config, inference=True, device=device_of(backend)), backend)
-        assert all(torch.isfinite(rank.out_TD).all() and not rank.out_TD[3].any() for rank in served)
+        results = served(case, inputs, how, backend)
+        assert all(torch.isfinite(rank.out_TD).all() and not rank.out_TD[3].any() for rank in results)
 
 
 def test_more_rows_than_fit_are_counted_with_their_padding():
@@ -244,6 +248,37 @@ def test_fast_math_is_near(backend):
     assert_close_to_scaled(results, dense_scaled(STAGED, inputs), backend)
 
 
+# What must not be lost in a format
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp32_scores_are_not_rounded_to_bf16(backend, block_scaled):
+    """1.0038 is 1 in BF16; under a score of 1 the output is the expert's row, which gives the other in FP32."""
+    case = Case("scores", T=4, D=32, F=32, K=1, E=2)
+    score_TK = torch.full((case.T, case.K), 1.0038)
+    rows, weighted = (
+        served(case, [replace(rank, scores_TK=scores_TK) for rank in case.inputs()], block_scaled, backend)
+        for scores_TK in (torch.ones_like(score_TK), score_TK)
+    )
+    for row, found in zip(rows, weighted, strict=True):
+        assert torch.equal(found.out_TD, (score_TK * row.out_TD.float()).bfloat16())
+        assert (found.out_TD != row.out_TD).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("block_scaled", [MXFP8, NVFP4], ids=lambda scaled: scaled.format)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gate_and_up_are_not_interchangeable(backend, block_scaled):
+    """Swapped in the call, they have to be swapped in the answer too."""
+    case = Case("swapped halves", T=4, D=32, F=32)
+    inputs, answer = case.inputs(), {"format": by_name(block_scaled.format), "training": False}
+    swapped = [replace(rank, w13_L2FD=rank.w13_L2FD.roll(case.F, dims=1)) for rank in inputs]
+    results = served(case, swapped, block_scaled, backend)
+    assert_close_to_scaled(results, dense_scaled(case, swapped, **answer), backend)
+    with pytest.raises(AssertionError, match="worst"):
+        assert_close_to_scaled(results, dense_scaled(case, inputs, **answer), backend)
+
+
 # Against bf16
 
 
@@ -276,8 +311,8 @@ def test_training_against_bf16(W, activation):
 )
 def test_inference_against_bf16(W, block_scaled, error_bound, cosine_bound, rows_db):
     case = Case("against bf16", W=W, T=32, D=256, F=256, K=2, E=4)
-    inputs, config = case.inputs(), config_of(case, block_scaled, **FORWARD_ONLY)
-    results = run(config, prepared(inputs, config, inference=True), "reference")
+    inputs = case.inputs()
+    results = served(case, inputs, block_scaled, "reference")
     out, ref = (torch.cat([rank.out_TD for rank in side]) for side in (results, dense(case, inputs)))
     error, cosine = whole(out, ref)
     assert error < error_bound and cosine > cosine_bound, (error, cosine)

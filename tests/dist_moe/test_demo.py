@@ -148,20 +148,48 @@ def _in_this_process(target, job, on_message, **_):
     return [target(0, job, on_message)]
 
 
-def test_training_in_mxfp8_and_serving_what_came_out(job, tmp_path, monkeypatch):
+def test_training_in_mxfp8_and_serving_what_came_out(job, monkeypatch):
     job = dataclasses.replace(job, steps=4)
     monkeypatch.setattr(demo, "run_processes", _in_this_process)
     monkeypatch.setattr(demo_train, "HELD_OUT_BATCHES", 1)
-    printed, picture = io.StringIO(), tmp_path / "demo.png"
-    options = demo.Options(precision="mxfp8", triton=False, out=picture)
-    results = demo._run(options, job, Console(file=printed))
+    printed, drawn = io.StringIO(), {}
+    monkeypatch.setattr(demo, "_picture", lambda job, results, curves, *_: drawn.update(curves))
+    results = demo._run(demo.Options(precision="mxfp8", triton=False), job, Console(file=printed))
     figures = results["mxfp8"]
     assert results["failures"] == [] and figures["steps"] == job.steps
     assert figures["last_loss"] != figures["bf16_last_loss"] < results["first_loss"]
     losses = figures["held_out_losses"]
     assert list(losses) == ["bf16", "mxfp8", "nvfp4"] and len(set(losses.values())) == 3
-    assert "training on 2 ranks in mxfp8" in printed.getvalue() and "nvfp4" in printed.getvalue()
-    assert not importlib.util.find_spec("matplotlib") or picture.exists()
+    text = printed.getvalue()
+    assert "training on 2 ranks in mxfp8" in text and "nvfp4" in text
+    assert list(drawn) == ["oracle", "ranks", "mxfp8"] and all(len(curve) == job.steps for curve in drawn.values())
+    assert drawn["mxfp8"] != drawn["ranks"]
+    for name, beside in (("ranks", "oracle"), ("mxfp8", "ranks")):
+        for step, (loss, other) in enumerate(zip(drawn[name], drawn[beside], strict=True)):
+            assert f"  {step:4d} {loss:10.4f} {other:10.4f} " in text
+
+
+CURVES = {"oracle": [5.0, 4.0, 3.0], "ranks": [5.0, 4.0, 3.1], "mxfp8": [5.0, 4.2, 3.3]}
+
+
+@pytest.mark.matplotlib
+@pytest.mark.parametrize("names", [("oracle", "ranks"), ("oracle", "ranks", "mxfp8")], ids=len)
+def test_the_picture_shows_every_curve_in_its_colour(names, tmp_path):
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    from dist_moe.demo import picture
+
+    out = tmp_path / "demo.png"
+    picture.draw(out, {name: CURVES[name] for name in names}, [[3.0, 5.0], [4.0, 4.0]], "2 ranks", 2)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    pixels = torch.from_numpy(imread(out)[:, :, :3])
+    height, width, _ = pixels.shape
+    assert width > height > 300
+    left = pixels[:, : width // 2]  # the losses; the load of the experts is on the right
+    for name, color in (("oracle", picture.ORACLE), ("ranks", picture.RANKS), ("mxfp8", picture.MXFP8)):
+        found = (left - torch.tensor(to_rgb(color))).abs().amax(dim=2) < 0.01
+        assert (found.sum() > 50) == (name in names), name
 
 
 # ---- verdict
@@ -312,7 +340,7 @@ def test_two_processes_end_to_end(tmp_path):
     assert set(results["backends"].values()) == {"reference"}
     assert results["triton"]["rows_db"] >= demo.CHECK_ROWS_DB
     assert "interpreted" in text and "4 experts a rank" in text
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    assert results["picture"] == str(picture)
-    height, width, _ = matplotlib_image.imread(picture).shape
-    assert width > height > 300
+    if importlib.util.find_spec("matplotlib") is None:
+        assert results["picture"] is None and "no picture: matplotlib is not installed" in text
+    else:
+        assert results["picture"] == str(picture) and picture.read_bytes().startswith(b"\x89PNG")
