@@ -1,11 +1,14 @@
 """Expert weights quantised once, ahead of the calls that use them: prepared, refilled in place, read back, saved."""
 
+import functools
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import formats, registry
 from .config import DIM_MULTIPLE, BlockScaledConfig, BlockScaledFormat, Config, as_bool
@@ -16,11 +19,21 @@ _OWNED = ("fprop_data", "fprop_scale", "dgrad_data", "dgrad_scale", "global_scal
 _SAVED = tuple(name for name in _OWNED if name != "dgrad_data")  # dgrad_data is fprop_data
 
 
+class _State(NamedTuple):
+    """Of a tensor: differs once it was written to or moved. While a program is traced there is no address, 0."""
+
+    address: int
+    version: int | None  # counts what was written in place; tensors made in inference mode count nothing
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
 class _Filled(NamedTuple):
     """What was so when the tensors were filled, and has to be so when they are used."""
 
-    source_version: int | None
-    addresses: tuple[int, ...]
+    source: _State | None  # None after an optimizer's step on it
+    owned: tuple[_State, ...]
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -32,8 +45,10 @@ class PreparedWeight:
     fprop_data itself. Scales are in blocked order, each expert padded to whole atoms by itself. global_scale and its
     inverse, FP32 [G], belong to NVFP4 (None for MXFP8).
 
-    Whoever uses it calls require_filled() first. What that cannot see: writes through source.data, and storages that
-    were freed and came back at the same address.
+    Whoever uses it calls require_filled() first. What that cannot see is what torch does not count as a write to the
+    source: through source.data, by a collective, by the replay of a CUDA graph; and storages that were freed and came
+    back at the same address. A step of an optimizer is seen, fused or not, where it had a gradient for the source or
+    for a parameter that shares its storage.
     """
 
     source: Tensor
@@ -61,9 +76,11 @@ class PreparedWeight:
         return tuple(by_storage.values())
 
     def require_filled(self) -> None:
-        """RuntimeError unless the tensors hold what source holds now: never filled, freed, moved, or source changed.
+        """RuntimeError unless the tensors hold what source holds now. Not collective.
 
-        Of a compiled call only the first is found, when it is compiled: a graph holds neither addresses nor versions.
+        So when they were never filled, or since then freed, replaced or written by another, as the fill of a shallow
+        copy; and when source was changed or moved. Of a compiled call only the first is found, when it is compiled: a
+        graph holds neither addresses nor versions.
         """
         if problem := self._problem():
             raise RuntimeError(f"PreparedWeight: {problem}; call prepare_block_scaled_weight(weight, config, out=this)")
@@ -75,9 +92,9 @@ class PreparedWeight:
             return None
         if _are_freed(self):
             return "its storages were freed"
-        if _addresses(self) != self._filled.addresses:
-            return "its storages were freed or replaced since it was filled"
-        if _version(self.source) != self._filled.source_version:
+        if _states(self) != self._filled.owned:
+            return "its storages were written, freed or replaced since it was filled"
+        if _state(self.source) != self._filled.source:
             return "its source was changed since it was prepared"
         return None
 
@@ -107,8 +124,9 @@ class PreparedWeight:
                 raise ValueError(f"{where}: {name} must be {wanted}, got {got}")
         if _are_freed(self):
             raise ValueError(f"{where}: the storages were freed; resize them back first")
-        for name, tensor in mine.items():
-            tensor.view(torch.uint8).copy_(state[name].view(torch.uint8))
+        with torch.inference_mode():
+            for name, tensor in mine.items():
+                tensor.view(torch.uint8).copy_(state[name].view(torch.uint8))
         _mark_filled(self)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -118,28 +136,65 @@ class PreparedWeight:
         return self.__dict__ | {"_filled": self._problem() is None}
 
     def __setstate__(self, state: dict) -> None:
-        """Of a copy or a pickle: filled if the original was, at its own addresses."""
+        """Of a copy or a pickle: filled if the original was, by its own tensors."""
         self.__dict__.update(state | {"_filled": None})
         if state["_filled"]:
             _mark_filled(self)
-
-
-def _version(source: Tensor) -> int | None:
-    """Counts what was written to it in place; tensors made in inference mode count nothing."""
-    return None if source.is_inference() else source._version
 
 
 def _are_freed(prepared: PreparedWeight) -> bool:
     return any(tensor.numel() and tensor.untyped_storage().nbytes() == 0 for tensor in prepared.storage_tensors())
 
 
-def _addresses(prepared: PreparedWeight) -> tuple[int, ...]:
-    """Of the storages; 0 while a program is traced, when there is none."""
-    return tuple(0 if isinstance(t, FakeTensor) else t.data_ptr() for t in prepared.storage_tensors())
+def _state(tensor: Tensor) -> _State:
+    address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    return _State(address, _version(tensor), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # it was made in inference mode; is_inference() goes by the data that it was given since
+        return None
+
+
+def _states(prepared: PreparedWeight) -> tuple[_State, ...]:
+    return tuple(_state(tensor) for tensor in prepared.storage_tensors())
 
 
 def _mark_filled(prepared: PreparedWeight) -> None:
-    object.__setattr__(prepared, "_filled", _Filled(_version(prepared.source), _addresses(prepared)))
+    object.__setattr__(prepared, "_filled", _Filled(_state(prepared.source), _states(prepared)))
+    _live[id(prepared)] = prepared
+    _watch_optimizers()
+
+
+_live: weakref.WeakValueDictionary[int, PreparedWeight] = weakref.WeakValueDictionary()  # once filled, by id
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From the first fill of this process on, after every step."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+
+
+@torch.no_grad()
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Mark as changed the sources that share a storage with a parameter that the step had a gradient for.
+
+    Steps that are fused, and those of DTensors, count as no write to them.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    written = {_storage(parameter) for parameter in parameters if parameter.grad is not None} - {None}
+    for reference in _live.valuerefs():  # a list: other threads fill meanwhile
+        prepared = reference()
+        if prepared is not None and prepared._filled is not None and _storage(prepared.source) in written:
+            object.__setattr__(prepared, "_filled", prepared._filled._replace(source=None))
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Which one it is; of a DTensor that of this rank's shard."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage()._cdata if torch._C._has_storage(local) else None
 
 
 def _make_prepared(**values) -> PreparedWeight:
@@ -212,7 +267,8 @@ def prepare_block_scaled_weight(
              inference: MXFP8 only: 1x32 blocks and no operand for backward; NVFP4 is always for inference. Without it
              MXFP8 has 32x32 blocks, whose values differ.
              out: a weight prepared for the same purpose from one of this shape. Its tensors are overwritten where they
-             lie, weight becomes its source, and it is returned.
+             lie, weight becomes its source, and it is returned. A fill that fails leaves it unfilled, its source as
+             it was.
     Returns: fprop_data e4m3 [G, N, K], or two e2m1 values a byte, [G, N, K / 2] float4_e2m1fn_x2;
              fprop_scale [G * align(N, 128), align(K / block, 4)] and dgrad_scale [G * align(K, 128), align(N / 32, 4)]
              in blocked order, e8m0 for blocks of 32 or e4m3 for 16; FP32 [G] global_scale and its reciprocal.
@@ -225,15 +281,13 @@ def prepare_block_scaled_weight(
     if out is not None:
         _check_out(out, weight, format, square)
         object.__setattr__(out, "_filled", None)
-        object.__setattr__(out, "source", weight)
-        _fill(out, square)
+        _fill(out, weight, square)
         return out
-    if square:
-        with torch.no_grad():
-            data, fprop_scale, dgrad_scale = torch.ops.dist_moe.prepare_mxfp8_weight(weight)
-        found = QuantizedWeights(data, fprop_scale, dgrad_scale, None, None)
-    else:
-        found = empty_weights(*weight.shape, formats.by_name(format), square, weight.device)
+    with torch.inference_mode(False), torch.no_grad():  # tensors that count what is written to them
+        if square:
+            found = QuantizedWeights(*torch.ops.dist_moe.prepare_mxfp8_weight(weight), None, None)
+        else:
+            found = empty_weights(*weight.shape, formats.by_name(format), square, weight.device)
     prepared = _make_prepared(
         source=weight,
         format=format,
@@ -247,14 +301,15 @@ def prepare_block_scaled_weight(
     if square:
         _mark_filled(prepared)
     else:
-        _fill(prepared, square)
+        _fill(prepared, weight, square)
     return prepared
 
 
-def _fill(prepared: PreparedWeight, square: bool) -> None:
+def _fill(prepared: PreparedWeight, weight: Tensor, square: bool) -> None:
     outputs = [tensor for tensor in _quantized(prepared) if tensor is not None]
-    with torch.no_grad():
-        torch.ops.dist_moe.fill_prepared_weight(prepared.source, outputs, str(prepared.format), square)
+    with torch.inference_mode():  # writes to copies that were made in it, too
+        torch.ops.dist_moe.fill_prepared_weight(weight, outputs, str(prepared.format), square)
+    object.__setattr__(prepared, "source", weight)
     _mark_filled(prepared)
 
 
@@ -279,8 +334,10 @@ def _check_weight(weight: Tensor) -> None:
         raise TypeError(f"{where} must be bfloat16, got {weight.dtype}; call .bfloat16()")
     if not weight.is_contiguous():
         raise ValueError(f"{where} must be contiguous, got strides {weight.stride()}; call .contiguous()")
-    if any(size % DIM_MULTIPLE for size in weight.shape[1:]):
-        raise ValueError(f"{where} must have rows and columns a multiple of {DIM_MULTIPLE}, got {list(weight.shape)}")
+    if any(size == 0 or size % DIM_MULTIPLE for size in weight.shape[1:]):
+        raise ValueError(
+            f"{where} must have rows and columns a positive multiple of {DIM_MULTIPLE}, got {list(weight.shape)}"
+        )
 
 
 def _check_out(out: PreparedWeight, weight: Tensor, format: BlockScaledFormat, square: bool) -> None:

@@ -14,7 +14,16 @@ import torch
 from tests.path_cases import Case, assert_results_close, dense
 from tests.rank_calls import forward, leaves_of, memory_of, on_ranks, results_of
 
-from dist_moe import Config, ExecutionOptions, RMSNormPostprocess, create_context, ops, routed_experts
+from dist_moe import (
+    BlockScaledConfig,
+    Config,
+    ExecutionOptions,
+    RMSNormPostprocess,
+    create_context,
+    ops,
+    prepare_block_scaled_weight,
+    routed_experts,
+)
 from dist_moe.dense import dense_moe
 from dist_moe.testing import assert_close
 
@@ -233,20 +242,86 @@ REFUSED = [
     (ValueError, "w2_weight must be contiguous", {"w2_weight": torch.zeros(E, D, 2 * F).bfloat16()[..., ::2]}),
 ]
 
+MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
+SERVING = {"inference": True, "activation_slot_capacity_factor": None, "num_activation_slots": 0}
+PRECISIONS = {  # what the context has, and whether its weights are prepared
+    "bf16": ({}, False),
+    "mxfp8": ({"block_scaled": MXFP8}, False),
+    "mxfp8-prepared": ({"block_scaled": MXFP8}, True),
+    "nvfp4-prepared": ({"block_scaled": NVFP4, **SERVING}, True),
+}
+WEIGHTS = ("w13_weight", "w2_weight")
 
-@pytest.mark.parametrize("error, words, broken", REFUSED, ids=[re.sub(r"\W+", "-", row[1]) for row in REFUSED])
-def test_refused_arguments(error, words, broken, fast):
+
+def refused_in(precision: str) -> list[tuple]:
+    """The rows whose weights can be what this precision takes."""
+    _, prepares = PRECISIONS[precision]
+    fits = lambda w: w.dim() == 3 and w.dtype is torch.bfloat16 and w.is_contiguous()  # noqa: E731
+    return [row for row in REFUSED if not prepares or all(fits(row[2][name]) for name in WEIGHTS if name in row[2])]
+
+
+def in_two_ways(first: tuple, second: tuple) -> bool:
+    """Whether one argument would have to be wrong in two ways."""
+    return bool(first[2].keys() & second[2].keys()) or first[1].startswith("9 tokens") or "meta" in first[1] + second[1]
+
+
+@functools.cache
+def ready(precision: str) -> dict:
+    """The weights of inputs() as that precision takes them."""
+    return {name: as_taken(inputs()[name], precision) for name in WEIGHTS}
+
+
+def as_taken(weight: torch.Tensor, precision: str):
+    changes, prepares = PRECISIONS[precision]
+    return prepare_block_scaled_weight(weight, changes["block_scaled"]) if prepares else weight
+
+
+@pytest.fixture
+def call_in(precision):
+    """call() in a context of that precision, with weights as it takes them."""
+    how = config(**PRECISIONS[precision][0])
+    with create_context(group=None, config=how, device="cpu", backend="reference") as context:
+
+        def call_in(**changes):
+            weights = {name: as_taken(value, precision) for name, value in changes.items() if name in WEIGHTS}
+            return call(context, **ready(precision) | changes | weights)
+
+        yield call_in
+
+
+@pytest.mark.parametrize(
+    "precision, error, words, broken",
+    [
+        pytest.param(precision, *row, id=re.sub(r"\W+", "-", f"{precision} {row[1]}"))
+        for precision in PRECISIONS
+        for row in refused_in(precision)
+    ],
+)
+def test_refused_arguments(precision, error, words, broken, call_in):
     with pytest.raises(error, match=words):
-        call(fast, **broken)
-    assert call(fast).any()  # the context works on
+        call_in(**broken)
 
 
-@pytest.mark.parametrize("first, second", list(zip(REFUSED, REFUSED[2:], strict=False)))
-def test_the_first_broken_rule_is_reported(first, second, fast):
-    if first[2].keys() & second[2].keys() or first[1].startswith("9 tokens") or "meta" in first[1] + second[1]:
-        return  # one argument cannot be wrong in two ways here
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_context_works_on_after_refusals(precision, call_in):
+    for error, words, broken in refused_in(precision):
+        with pytest.raises(error, match=words):
+            call_in(**broken)
+    assert call_in().any()
+
+
+@pytest.mark.parametrize(
+    "precision, first, second",
+    [
+        (precision, first, second)
+        for precision in PRECISIONS
+        for first, second in zip(refused_in(precision), refused_in(precision)[2:], strict=False)
+        if not in_two_ways(first, second)
+    ],
+)
+def test_the_first_broken_rule_is_reported(precision, first, second, call_in):
     with pytest.raises(first[0], match=first[1]):
-        call(fast, **second[2] | first[2])
+        call_in(**second[2] | first[2])
 
 
 def test_an_object_that_is_no_context_is_refused():
