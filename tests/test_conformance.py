@@ -14,7 +14,7 @@ TRACES, CHECKPOINTS = "dist_moe/test_traces.py", "dist_moe/test_checkpoints.py"
 PLANNER, EXAMPLE_PLANS = "dist_moe/test_planner.py", "dist_moe/test_planner_examples.py"
 WGRAD, CALLBACKS, PATH_WGRAD = "dist_moe/test_wgrad.py", "dist_moe/test_wgrad_callbacks.py", "test_path_wgrad.py"
 BARS, PATH, SCALED_PATH, RANKS = "test_published_bars.py", "test_path.py", "test_path_scaled.py", "test_path_ranks.py"
-LIFE, FAULTS, GPU = "test_lifecycle.py", "test_faults.py", "test_gpu.py"
+LIFE, FAULTS, GPU, GRAPHS = "test_lifecycle.py", "test_faults.py", "test_gpu.py", "test_gpu_graphs.py"
 POST, NORM, CLIP = "test_postprocess.py", "test_norm.py", "test_clip_stats.py"
 HOST, VMM, STATS = "test_host_scratch.py", "dist_moe/test_vmm.py", "test_memory_stats.py"
 
@@ -175,9 +175,8 @@ HELD_BY = {
         f"{SCALED_OPS}::test_gradients_go_to_the_sources_of_prepared_weights",
     ),
     70: (
-        "checkpoints change no bit",
-        f"{SCALED_OPS}::test_a_checkpoint_recomputes_the_same_bits",
-        f"{WGRAD}::test_checkpoints_accumulate_the_same_bits_once[mxfp8-selective]",
+        "checkpoints change no bit, in another slot",
+        f"{CHECKPOINTS}::test_a_selective_checkpoint_in_another_slot_has_the_eager_bits",
     ),
     71: (
         "without gradients in a training context",
@@ -218,7 +217,11 @@ HELD_BY = {
         f"{CLIP}::test_through_the_op_under_checkpoint_and_without_gradients",
         "test_options_together.py::test_each_does_in_company_what_it_does_alone[checkpoint-in place-norm-bf16]",
     ),
-    88: ("counts are written over", f"{CLIP}::test_counts_are_exact_and_change_nothing"),
+    88: (
+        "counts are written over, in replays too",
+        f"{CLIP}::test_counts_are_exact_and_change_nothing",
+        f"{GRAPHS}::test_replays_write_over_the_counts_and_normalise",
+    ),
     89: ("every element is counted", f"{BARS}::test_every_element_is_counted_on_two_ranks"),
     # Traces, checkpoints, graphs
     90: ("BF16 traced", f"{TRACES}::test_a_traced_training_step_has_the_eager_bits"),
@@ -227,7 +230,11 @@ HELD_BY = {
         f"{TRACES}::test_a_traced_call_of_prepared_weights_has_the_eager_bits",
         f"{SCALED_OPS}::test_a_compiled_function_gives_the_eager_bits",
     ),
-    92: ("training captured", f"{GPU}::test_a_captured_training_step_follows_new_data"),
+    92: (
+        "training captured, and as graphed callables",
+        f"{GPU}::test_a_captured_training_step_follows_new_data",
+        f"{GRAPHS}::test_make_graphed_callables",
+    ),
     93: ("inference captured", f"{GPU}::test_a_captured_inference_follows_new_data"),
     94: ("a selective checkpoint", f"{CHECKPOINTS}::test_bits_and_how_often_the_call_runs"),
     95: (

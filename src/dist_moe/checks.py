@@ -12,12 +12,7 @@ from .config import BlockScaledFormat
 from .context import Context
 from .memory_plan import format_bytes
 from .norm import MAX_NORM_DIM
-from .options import (
-    ExecutionOptions,
-    RMSNormPostprocess,
-    supports_fused_post_expert_rmsnorm,
-)
-from .planner import missing_route_bytes
+from .options import ExecutionOptions, RMSNormPostprocess, norm_weights_of, supports_fused_post_expert_rmsnorm
 from .weights import PreparedWeight
 
 _NO_OPTIONS = ExecutionOptions()
@@ -36,6 +31,8 @@ def check_call(x_TD, ids_TK, scores_TK, w13, w2, context: Context, options: Exec
     stats = options.swiglu_clip_stats_out_3
     if stats is not None and stats.device != x_TD.device:
         raise ValueError(f"{where}: swiglu_clip_stats_out_3 is on {stats.device}, x_TD on {x_TD.device}")
+    if stats is not None:
+        _check_writable("swiglu_clip_stats_out_3", stats)
 
     T_max, D, K = config.num_local_input_tokens, config.hidden_dim, config.top_k
     if x_TD.dim() != 2 or x_TD.shape[1] != D:
@@ -126,6 +123,24 @@ def check_apart(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"routed_experts: {name} and {other} share memory; each needs its own")
 
 
+def _check_writable(name: str, out: Tensor) -> None:
+    if out.requires_grad and _is_recording():
+        raise ValueError(f"routed_experts: {name} is written over and must not require a gradient; detach it")
+    if not torch.compiler.is_compiling() and is_read_only(out):
+        raise ValueError(f"routed_experts: {name} was made under inference_mode and cannot be written outside")
+
+
+def is_read_only(tensor: Tensor) -> bool:
+    """Whether torch refuses to write it here: made under inference_mode, which is off now. Not to be compiled."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _is_recording() -> bool:
+    """Whether autograd records what is called: under inference_mode it does not, whatever enable_grad says."""
+    # torch.compile knows nothing of inference_mode.
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
 def _check_device(named: dict[str, Tensor], context: Context) -> None:
     for name, value in named.items():
         if value.device != context.device:
@@ -187,18 +202,46 @@ def _check_prepared(weights: dict[str, PreparedWeight], context: Context) -> Non
             raise ValueError(f"{where}: {name} is on {weight.fprop_data.device}, the context on {context.device}")
 
 
-def _require_operands_of_backward(*inputs: Tensor | PreparedWeight) -> None:
-    """Raises ValueError for weights that were prepared for inference, in a call that saves."""
-    for weight in inputs:
+def check_saved(ids_TK, scores_TK, w13, w2, options: ExecutionOptions | None) -> None:
+    """What a call that saves keeps of its arguments until backward. Raises ValueError for weights that were prepared
+    for inference, and for tensors that autograd cannot keep; in a compiled program the op asks for these."""
+    for weight in (w13, w2):
         if isinstance(weight, PreparedWeight) and weight.dgrad_scale is None:
             raise ValueError(
                 "routed_experts: weights must provide dgrad operands for backward: prepare them with inference=False"
             )
+    if not torch.compiler.is_compiling():
+        require_savable(ids_TK, scores_TK, w13, w2, *norm_weights_of(options))
+
+
+def require_savable(ids_TK, scores_TK, w13, w2, norm_weight_D: Tensor | None = None, prepared=()) -> None:
+    """Raises ValueError for tensors made under inference_mode, which autograd cannot keep. Not to be compiled.
+
+    Args:    prepared: the operands of weights that are not passed as PreparedWeight.
+    """
+    named = {
+        "topk_expert_ids_TK": [ids_TK],
+        "topk_scores_TK": [scores_TK],
+        "w13_weight": _tensors_of(w13),
+        "w2_weight": _tensors_of(w2),
+        "RMSNormPostprocess.weight": [norm_weight_D],
+        "a prepared weight": prepared,
+    }
+    for name, tensors in named.items():
+        if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+            raise ValueError(
+                f"routed_experts: {name} was made under inference_mode and cannot be kept for backward; make it "
+                "outside or pass a clone"
+            )
+
+
+def _tensors_of(weight: Tensor | PreparedWeight) -> list[Tensor]:
+    return [weight.source, *weight.storage_tensors()] if isinstance(weight, PreparedWeight) else [weight]
 
 
 def require_route_outputs(context: Context) -> None:
     """Raises ValueError in a context without room for the output of every route."""
-    missing = missing_route_bytes(context.config, context.world.size)
+    missing = context.missing_route_bytes
     if missing:
         raise ValueError(
             "routed_experts: experts_output_postprocess needs room for every route's output, which this context has "
@@ -240,12 +283,10 @@ def _check_rmsnorm(post, x_TD: Tensor, scores_TK: Tensor) -> None:
 def wants_backward(context: Context, *differentiable: Tensor | PreparedWeight) -> bool:
     """Whether this call saves state. Raises RuntimeError on an inference context, which has no room for it."""
     tensors = (x.source if isinstance(x, PreparedWeight) else x for x in differentiable)
-    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    save = _is_recording() and any(tensor.requires_grad for tensor in tensors)
     if save and context.config.inference:
         raise RuntimeError(
             "routed_experts: inference contexts do not support autograd; call under torch.no_grad(), or make the "
             "context with inference=False"
         )
-    if save:
-        _require_operands_of_backward(*differentiable)
     return save

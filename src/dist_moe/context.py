@@ -13,7 +13,7 @@ from .calls import LocalRank, Path
 from .config import as_int
 from .memory_plan import MemoryPlan
 from .memory_stats import MemoryStats
-from .planner import padding_rows
+from .planner import missing_route_bytes, padding_rows
 from .slots import SavedForward, SavedForwards
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Context:
         self.path: Path = parts["path"]
         self.ranks: list[LocalRank] = parts["ranks"]
         self.name: str = parts["name"]
+        self.missing_route_bytes = missing_route_bytes(self.config, self.world.size)
         self._lock = threading.RLock()
         self._closed = False
         self._refusal: str | None = None

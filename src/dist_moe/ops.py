@@ -11,7 +11,7 @@ from torch import Tensor
 from . import moe
 from .calls import BackwardCall, ForwardCall
 from .checkpoints import EARLY_STOP, is_first_run
-from .checks import check_call, require_route_outputs, wants_backward
+from .checks import check_call, check_saved, require_route_outputs, require_savable, wants_backward
 from .context import Context, live_context
 from .node import NO_SLOT, NUM_PLAN_TENSORS, SELECTED, Differentiable, forward_below_autograd, num_state_tensors
 from .norm import keeps_rstd, norm_of
@@ -51,6 +51,8 @@ def _bf16_forward(
     """
     ctx = live_context(context)
     with ctx.call():
+        if save and slot == SELECTED:
+            require_savable(ids_TK, scores_TK, w13, w2, norm_weight_D)
         weights = expert_major(ctx, w13, w2)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
         out_TD, state, clip_stats = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)
@@ -359,6 +361,8 @@ def routed_experts(
             )
         norm_weight_D, norm = norm_arguments_of(options)
         save = wants_backward(context, x_TD, topk_scores_TK, w13_weight, w2_weight, *norm_weights_of(options))
+        if save:
+            check_saved(*inputs[1:], options)
         slot, depth = (SELECTED, 1) if torch.compiler.is_compiling() else context.saved.selected
         inputs, prepared = unprepared(inputs)
         wgrads = weight_grads_of(options, inputs, save)

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from .checks import require_savable
 from .context import Context, live_context
+from .node import SELECTED
 from .norm import norm_of
 from .op_definition import define_backward, define_forward
 from .ops import (
@@ -54,6 +56,8 @@ def _block_scaled_forward(
     were prepared (weights.prepared_operands). w13 and w2 are bf16, of prepared weights the sources."""
     ctx = live_context(context)
     with ctx.call():
+        if save and slot == SELECTED:
+            require_savable(ids_TK, scores_TK, w13, w2, norm_weight_D, prepared)
         weights = weights_of_call(ctx, w13, w2, prepared)
         how = (save, slot, depth, returns_routes, clip_limit, norm_weight_D, norm)
         out_TD, state, clip_stats = run_forward(ctx, x_TD, ids_TK, scores_TK, *weights, *how)

@@ -11,7 +11,6 @@ from torch import Tensor
 from .config import DIM_MULTIPLE, as_bool, as_float
 from .context import Context
 from .norm import MAX_NORM_DIM
-from .planner import missing_route_bytes
 
 _NORM_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -215,12 +214,12 @@ def supports_fused_post_expert_rmsnorm(
     """Whether RMSNormPostprocess runs for these dtypes and sizes, on whatever device: bf16 rows and output, fp32 or
     bf16 scores and norm, any top-k, hidden sizes that are multiples of 32 up to 16384; and, asked of a context, whether
     that has room for every route's output (Config.route_outputs). Never raises."""
-    if context is not None and missing_route_bytes(context.config, context.world.size):
+    if context is not None and context.missing_route_bytes:
         return False
     if any(dtype is not torch.bfloat16 for dtype in (input_dtype, output_dtype)):
         return False
     if any(all(dtype is not known for known in _NORM_DTYPES) for dtype in (score_dtype, norm_output_dtype)):
         return False
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in (topk, dim)):
+    if any(isinstance(size, bool) or not isinstance(size, int | torch.SymInt) for size in (topk, dim)):
         return False
     return topk >= 1 and DIM_MULTIPLE <= dim <= MAX_NORM_DIM and dim % DIM_MULTIPLE == 0

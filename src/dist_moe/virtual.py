@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import moe
 from .calls import BackwardCall, ForwardCall
-from .checks import check_call, wants_backward
+from .checks import check_call, check_saved, wants_backward
 from .config import Config
 from .context import Context
 from .create import create_context
@@ -194,12 +194,15 @@ def routed_experts(
         raise ValueError(f"routed_experts: {len(context.ranks)} virtual ranks need as many inputs, got {len(inputs)}")
     if not isinstance(options, list | tuple):
         options = [options] * len(inputs)
-    given, save = [], False
+    by_rank, save = [], False
     for rank, asked in zip(inputs, options, strict=True):
-        tensors = (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)
-        check_call(*tensors, context, asked)
-        save |= wants_backward(context, *tensors, *norm_weights_of(asked))
-        given.append(unprepared(tensors))
+        by_rank.append((rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF))
+        check_call(*by_rank[-1], context, asked)
+        save |= wants_backward(context, *by_rank[-1], *norm_weights_of(asked))
+    if save:
+        for tensors, asked in zip(by_rank, options, strict=True):
+            check_saved(*tensors[1:], asked)
+    given = [unprepared(tensors) for tensors in by_rank]
     wgrads = [weight_grads_of(asked, tensors, save) for asked, (tensors, _) in zip(options, given, strict=True)]
     prepared = [operands for _, operands in given]
     flat = [tensor for tensors, _ in given for tensor in tensors]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .checks import check_apart, check_preprocessed, same_order
+from .checks import check_apart, check_preprocessed, is_read_only, same_order
 from .context import Context
 from .options import ExecutionOptions
 
@@ -266,6 +266,7 @@ def _checked_owner(name: str, weight: Tensor, explicit: Tensor | None) -> Tensor
 
 
 _OWNERS = "wgrad_parameter_owners=(w13_owner, w2_owner)"
+_MADE_INFERRING = "was made under inference_mode and cannot be written outside"
 
 
 def _checked_grad(name: str, owner: Tensor, weight: _Weight) -> Tensor:
@@ -277,6 +278,8 @@ def _checked_grad(name: str, owner: Tensor, weight: _Weight) -> Tensor:
             f"routed_experts: the .grad of the owner of {name} must be contiguous {list(local.shape)} on "
             f"{weight.device}, got {list(grad.shape)} with strides {grad.stride()} on {grad.device}; clear it"
         )
+    if is_read_only(grad):
+        raise RuntimeError(f"routed_experts: the .grad of the owner of {name} {_MADE_INFERRING}; clear it")
     return grad
 
 
@@ -294,6 +297,8 @@ def _checked_destination(name: str, weight: _Weight, found) -> Destination:
             f"{where} must return a contiguous tensor of the requested shape {list(weight.shape)} on "
             f"{weight.device}, got {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         )
+    if is_read_only(tensor):
+        raise RuntimeError(f"{where} must return a tensor that can be written: this one {_MADE_INFERRING}")
     return Destination(tensor, found[1])
 
 

@@ -1,12 +1,16 @@
 """Activation checkpoints around the call: plain and selective, in eager and in compiled programs."""
 
+import gc
+
 import pytest
 import torch
 from tests.transformer_block import Block, assert_equal, assert_near, config, tokens
+from torch._higher_order_ops.effects import has_effects
+from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dist_moe
-from dist_moe import BlockScaledConfig, SlotError, create_context
+from dist_moe import BlockScaledConfig, Config, SlotError, create_context
 
 aten = torch.ops.aten
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
@@ -61,6 +65,12 @@ def assert_slots_are_empty(context):
     assert not context.ranks[0].slot_layers_N.any() and not context.ranks[0].slot_used_NW.any()
 
 
+def bytes_alive() -> int:
+    """Of the storages of all tensors that this process knows of."""
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, Parameter)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def checkpointed(block, how):
     return lambda x_TD: checkpoint(block, x_TD, use_reentrant=False, **how)
 
@@ -75,8 +85,9 @@ def test_the_ops_are_named():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_bits_and_how_often_the_call_runs(name, context, forwards):
-    """Fifty steps, after each of which the slot is empty; one layer of room is enough for either."""
-    block = Block(context)
+    """Fifty steps, after each of which the slot is empty; one layer of room is enough for either. The last takes no
+    more memory than the second."""
+    block, used = Block(context), {}
     wanted = block.step(tokens(9))
     forwards.clear()
     context.reset_memory_stats()
@@ -84,7 +95,10 @@ def test_bits_and_how_often_the_call_runs(name, context, forwards):
         assert_equal(block.step(tokens(9), checkpointed(block, EVERY[name]())), wanted)
         assert len(forwards) == step * (1 if name in SAVES_OURS else 2)
         assert_slots_are_empty(context)
-    assert context.memory_stats().calls == 50
+        stats = context.memory_stats()
+        if step in (2, 50):
+            used[step] = (bytes_alive(), stats.slot_peak_bytes, stats.scratch_peak_bytes)
+    assert stats.calls == 50 and used[50] == used[2]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,6 +136,42 @@ def test_a_recomputed_forward_saves_into_the_slot_that_is_selected_then():
         context.select_activation_slot(1, 1)
         out_TD.float().square().sum().backward()
         assert torch.equal(x_TD.grad, wanted[1])
+        assert_slots_are_empty(context)
+
+
+CLAMP = {"activation": "swiglu_clamped", "swiglu_alpha": 1.5, "swiglu_limit": 5.0}
+SCALED = {
+    "staged": (BlockScaledConfig(), {}),
+    "staged clamped": (BlockScaledConfig(), CLAMP),
+    "mega clamped": (BlockScaledConfig(pipeline="mega"), CLAMP),
+}
+
+
+@pytest.mark.parametrize("precision, activation", SCALED.values(), ids=SCALED)
+def test_a_selective_checkpoint_in_another_slot_has_the_eager_bits(precision, activation):
+    """While the eager forward lies in the first one."""
+    T, D, F, K, E, g = 128, 256, 256, 2, 4, torch.Generator().manual_seed(0)
+    ids_TK = torch.rand(T, E, generator=g).topk(K, 1).indices
+    shapes = ((T, D), (T, K), (E, 2 * F, D), (E, D, F), (T, D))
+    x, scores, w13, w2, grad_TD = (torch.randn(shape, generator=g).bfloat16() for shape in shapes)
+    how = Config(T, D, F, K, E, 1, num_activation_slots=2, block_scaled=precision, **activation)
+    with create_context(group=None, config=how, device="cpu", backend="reference") as context:
+        assert all(map(has_effects, dist_moe.FORWARD_OPS))
+        outs, leaves = [], []
+        for slot, saves in enumerate(({}, SAVES_OURS["by policy"]())):
+            context.select_activation_slot(slot, 1)
+            leaves.append([t.clone().requires_grad_() for t in (x, scores, w13 * 0.1, w2 * 0.1)])
+
+            def call(x_TD, scores_TK, *weights):
+                return dist_moe.routed_experts(x_TD, ids_TK, scores_TK, *weights, context)
+
+            given = leaves[slot]
+            outs.append(checkpoint(call, *given, use_reentrant=False, **saves) if saves else call(*given))
+        assert context.ranks[0].slot_layers_N.tolist() == [1, 1]
+        for out_TD in outs:
+            out_TD.backward(grad_TD)
+        assert_equal([outs[1], *(t.grad for t in leaves[1])], [outs[0], *(t.grad for t in leaves[0])])
+        assert all(t.grad.any() for t in leaves[0])
         assert_slots_are_empty(context)
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dist_moe import (
     BlockScaledConfig,
+    Config,
     ExecutionOptions,
     RMSNormPostprocess,
     create_context,
@@ -66,6 +67,37 @@ def test_compiled_steps_with_options_have_the_eager_bits(options, precision):
             stats.zero_()
             assert_equal(block.step(tokens(T), compiled), wanted)
             assert torch.equal(stats, counted)
+
+
+@pytest.mark.parametrize("precision", [None, BlockScaledConfig()], ids=["bf16", "mxfp8"])
+def test_one_function_meets_contexts_of_several_sizes(precision):
+    """From the second value of a size on it stands for any number in what is compiled."""
+    options = ExecutionOptions(experts_output_postprocess=NORM)
+
+    def function(context, *given):
+        return routed_experts(*given, context, options=options)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for K, E, D, F in ((2, 4, 64, 32), (1, 4, 64, 32), (3, 4, 64, 32), (3, 6, 64, 64), (2, 6, 96, 32), (8, 8, 32, 32)):
+        sizes = Config(T_MAX, D, F, K, E, 1, route_outputs=True, block_scaled=precision)
+        w13, w2 = torch.randn(E, 2 * F, D).bfloat16(), torch.randn(E, D, F).bfloat16()
+        ids_TK = torch.rand(9, E).topk(K, 1).indices
+        with context_of(sizes) as context, torch.no_grad():
+            given = (context, torch.randn(9, D).bfloat16(), ids_TK, torch.rand(9, K), w13, w2)
+            assert torch.equal(compiled(*given), function(*given))
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_contexts_of_one_name_one_after_another_share_what_is_compiled():
+    """Names of their own are compiled for one by one, as many as torch's limit allows."""
+    counter = CompileCounterWithBackend("aot_eager")
+    for _ in range(4):
+        with context_of(config(), name="the layer's") as context:
+            block = Block(context)
+            compiled = torch.compile(block, backend=counter, fullgraph=True)
+            assert_equal(block.step(tokens(9), compiled), block.step(tokens(9)))
+            context.check()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2")], ids="+".join)

@@ -20,7 +20,7 @@ from dist_moe import (
 
 MXFP8, NVFP4 = BlockScaledConfig(), BlockScaledConfig("nvfp4")
 PRECISIONS = pytest.mark.parametrize("precision", [None, MXFP8], ids=["bf16", "mxfp8"])
-TRACINGS = pytest.mark.parametrize("tracing", ["real", "fake"])
+TRACINGS = pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 
 
 def context_of(config, **how):
@@ -99,7 +99,8 @@ def test_a_traced_call_of_prepared_weights_has_the_eager_bits(precision):
             assert_equal(graph(*tensors(seed)[:3]), serve(*tensors(seed)[:3]))
 
 
-def test_a_traced_step_with_a_norm_counts_into_the_tensor_of_the_caller():
+@TRACINGS
+def test_a_traced_step_with_a_norm_counts_into_the_tensor_of_the_caller(tracing):
     with context_of(config(route_outputs=True)) as context:
 
         def step(stats, *given):
@@ -109,7 +110,7 @@ def test_a_traced_step_with_a_norm_counts_into_the_tensor_of_the_caller():
             )
             return training_step(context, options)(*given)
 
-        graph = make_fx(step)(torch.zeros(3), *tensors())
+        graph = make_fx(step, tracing_mode=tracing)(torch.zeros(3), *tensors())
         assert ops_of(graph) == ["bf16_forward", "bf16_backward"]
         assert sum(n.target == torch.ops.aten.copy_.default for n in graph.graph.nodes) == 1
         for seed in range(2):

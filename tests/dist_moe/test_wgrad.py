@@ -270,6 +270,24 @@ def test_a_gradient_at_an_odd_address_is_refused_and_nothing_is_written(context)
     assert torch.equal(layer.w13.grad, w13_grad)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_made_under_inference_mode_is_refused_and_nothing_is_written(name, dtype, context):
+    layer = Layer()
+    before = layer.seed_grads(dtype)
+    with torch.inference_mode():
+        getattr(layer, name).grad = getattr(layer, name).grad.clone()
+    with pytest.raises(RuntimeError, match=f"the .grad of the owner of {name} was made under inference_mode"):
+        layer.step(context, IN_PLACE)
+    assert_equal(layer.grads(), before)
+    assert layer.x.grad is None
+    context.reset()
+    out_TD = layer.forward(context, IN_PLACE)
+    with torch.inference_mode():  # where torch writes it
+        out_TD.backward(layer.grad_TD)
+    assert_equal(layer.grads(), rounded_sum(before, functional(context)))
+
+
 def test_an_owner_outside_of_the_graph_is_not_kept_alive(fast):
     layer = Layer()
     owners = tuple(torch.nn.Parameter(getattr(layer, name).detach().clone()) for name in NAMES)

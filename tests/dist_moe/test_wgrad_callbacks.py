@@ -42,6 +42,11 @@ def fast():
         yield context
 
 
+def inferred(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
 class Buffers:
     """One flat buffer for both gradients, as trainers keep it, and the callback that hands out its parts."""
 
@@ -123,6 +128,7 @@ def test_a_frozen_weight_is_not_asked_for(context):
         (lambda part: (part[1:], True), RuntimeError, r"requested shape \[4, 64, 32\] on cpu, got \[3, 64, 32\]"),
         (lambda part: (part.mT.contiguous().mT, True), RuntimeError, "contiguous tensor of the requested shape"),
         (lambda part: (part.to("meta"), True), RuntimeError, "on cpu, got .* on meta"),
+        (lambda part: (inferred(part), True), RuntimeError, "can be written: this one was made under inference_mode"),
         (lambda part: 1 / 0, ZeroDivisionError, "division"),
         (
             lambda part: (torch.zeros(part.numel() + 1)[1:].view(part.shape), True),
@@ -154,6 +160,16 @@ def test_a_split_backward_writes_once_in_the_visit_of_the_weights(visits, accumu
         now |= {name: wanted[name] for name in names.split() if name in NAMES}
         assert_equal(buffers.parts.values(), now.values())
     assert sorted(asked[0] for asked in buffers.asked) == ["w13", "w2"] and layer.grads() == (None, None)
+
+
+def test_a_destination_made_under_inference_mode_is_refused_before_either_visit_writes(fast):
+    layer, buffers = Layer(), Buffers(BF16)
+    buffers.parts["w2"] = inferred(buffers.parts["w2"])
+    out_TD = layer.forward(fast, buffers.options)
+    out_TD.backward(layer.grad_TD, inputs=[layer.x], retain_graph=True)
+    with pytest.raises(RuntimeError, match="wgrad_destination_fn for w2 must return a tensor that can be written"):
+        out_TD.backward(layer.grad_TD, inputs=[layer.w13, layer.w2])
+    assert_equal(buffers.parts.values(), buffers.before)
 
 
 def test_a_checkpoint_writes_once(context):
