@@ -30,7 +30,7 @@ from .gemms import BACKWARD, FORWARD, ExpertGemms
 from .launch import Job, Miss
 from .record import Rows, parse, parser
 from .roofs import Roofs, backward_work, forward_work, measure_roofs
-from .shapes import Shape, Traffic, load_of
+from .shapes import Shape, Traffic, config_of, load_of
 from .timing import Method, measure
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e4m3-along-k", "nvfp4")
@@ -105,11 +105,14 @@ def ops_of(job: Job, shape: Shape, name: str) -> SimpleNamespace:
     return SimpleNamespace(**functions, expands_rows=expands_rows, expands_columns=expands_columns)
 
 
-def run_shape(job: Job, rows: Rows, roofs: Roofs, args, ops, shape: Shape, routing: str, T: int) -> None:
+def run_shape(job: Job, rows: Rows, roofs: Roofs, args, shape: Shape, routing: str, T: int) -> None:
     ids = testing.routing(routing, num_ranks=job.W, T=T, K=shape.K, E=shape.E)
     traffic = Traffic(shape, ids)
     rank = max(range(job.W), key=traffic.rows_W.__getitem__)
     gemms = ExpertGemms.of_rank(traffic, rank, job.device)
+    call = registry.call_of(job.device, None, config_of(traffic), traffic.W)
+    names = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
+    ops = SimpleNamespace(**{op: registry.function(registry.choose(op, call)[0]) for op in names})
     load = load_of(traffic, rank)
     works = forward_work(load) | backward_work(load)
     scaled = {name: ScaledGemms(gemms, name, ops_of(job, shape, name)) for name in args.formats}
@@ -147,12 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(options, argv)
     job = launch.start(virtual=args.ranks, cpu=args.smoke)
     rows = Rows(job, "scaled", args)
-    call = registry.call_of(job.device, None)
-    names = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
-    ops = SimpleNamespace(**{op: registry.function(registry.choose(op, call)[0]) for op in names})
     roofs = measure_roofs(job, args.rounds)
     rows.say(f"roofs: {roofs}")
-    rows.each(args, functools.partial(run_shape, job, rows, roofs, args, ops))
+    rows.each(args, functools.partial(run_shape, job, rows, roofs, args))
     return 1 if rows.missed else 0
 
 

@@ -1,9 +1,9 @@
 """Values and scales of the block-scaled formats on the device: what every kernel that quantises shares.
 
-Magnitudes are compared as the integers of their bits, so that a NaN is the largest of all. Scales are made by integer
-arithmetic; e4m3 and e5m2 values by the conversion of sm_89 and later, which rounds to nearest even, codes of e2m1 by
-integers too, and its values by an addition. reference_formats has the exact formulas. Launch with
-enable_fp_fusion=False: every product is rounded.
+Magnitudes are compared as the integers of their bits, so that a NaN is the largest of all. E8M0 scales are made by
+integer arithmetic, e4m3 ones rounded by an addition; e4m3 and e5m2 values by the conversion of sm_89 and later, which
+rounds to nearest even, codes of e2m1 by integers too, and its values by an addition. reference_formats has the exact
+formulas. Launch with enable_fp_fusion=False: every product is rounded.
 """
 
 import functools
@@ -88,7 +88,7 @@ def value_codes(v, ELEMENT: tl.constexpr):
 
 @triton.jit
 def rounded_to_e4m3(v):
-    """FP32 values of 2^-9 to 448 as the nearest of e4m3, ties to even.
+    """FP32 values of 2^-9 to 448 as the nearest of e4m3, ties to even: 9.4 -> 9, 9.5 -> 10, 11 -> 11.
 
     By an addition as in rounded_to_e2m1: before a conversion to fp8 Triton changes to a layout in which a thread has
     the scales of many blocks, and back behind it.
@@ -107,7 +107,7 @@ def block_scales(amax, outer, RECIPROCAL: tl.constexpr, TWO_LEVEL: tl.constexpr)
         m = fp32_of(amax) * outer * RECIPROCAL  # a NaN stays one in all that follows
         m = tl.where(m < BLOCK_SCALE_FLOOR, BLOCK_SCALE_FLOOR, m)
         scales = rounded_to_e4m3(tl.where(m > E4M3_LARGEST, E4M3_LARGEST, m))
-        codes = scales.to(tl.float8e4nv).to(tl.uint8, bitcast=True) & 0x7F  # the sign of a NaN
+        codes = scales.to(tl.float8e4nv).to(tl.uint8, bitcast=True) & 0x7F  # a NaN may have a sign
         factor = tl.div_rn(outer, scales)
     else:
         m = bits_of(fp32_of(amax) * RECIPROCAL)

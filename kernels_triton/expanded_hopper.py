@@ -12,12 +12,9 @@ rows; the result comes out transposed. That costs some two instructions a value,
 The bits of an output depend on its own row and column alone.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dist_moe.formats import MXFP8_E4M3, NVFP4, Format
 from dist_moe.quantized import check_scaled_rows
@@ -34,17 +30,15 @@ from dist_moe.shapes import next_power_of_2
 
 from ._device import begin, delay, num_programs
 from ._expanded import PART, SIDE_ROWS, TILE, WORDS, halves_of, parts_of, scales_of, take
+from ._hopper import descriptor, load_box, put_rows
 from ._launch import launched
 from ._scaled import words_of
 from .grouped_gemm import GROUP_M
-from .scaled_hopper import _row_tile_ends, _store, _tile
-from .wgrad_hopper import _load
+from .scaled_hopper import _row_tile_ends, _tile
 
 # Of a thread. With fewer for the producer, ptxas finds too few for the others and waits for every product.
 MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(200), gl.constexpr(112)
 UNSCALED = gl.constexpr(2.0**14)
-
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True)
@@ -110,12 +104,12 @@ def _produce(
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             if TAIL and row + ROWS < row_end:
                 mbarrier.expect(full.index(stage), NBYTES + tail_desc.block_type.nbytes)
-                _load(tail_desc, [a_start + row + ROWS, k], full.index(stage), tail_ring.index(stage))
+                load_box(tail_desc, [a_start + row + ROWS, k], full.index(stage), tail_ring.index(stage))
             else:
                 mbarrier.expect(full.index(stage), NBYTES)
-            _load(w_desc, [expert, col, k // (STEP // WORDS)], full.index(stage), w_ring.index(stage))
-            _load(w_scales_desc, [rows_of_atoms, k // ATOM * 4, 0], full.index(stage), w_scales.index(stage))
-            _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
+            load_box(w_desc, [expert, col, k // (STEP // WORDS)], full.index(stage), w_ring.index(stage))
+            load_box(w_scales_desc, [rows_of_atoms, k // ATOM * 4, 0], full.index(stage), w_scales.index(stage))
+            load_box(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
             step += 1
 
 
@@ -230,7 +224,7 @@ def _put(acc, a_outer_ptr, w_outer, out, row, row_end, col, width, FP4: gl.const
         rows = row + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
         a_outer = gl.load(a_outer_ptr + rows, mask=rows < row_end, other=0.0)
         acc = acc * UNSCALED * gl.expand_dims(a_outer, 0) * w_outer
-    _store(gl.permute(acc.to(gl.bfloat16), (1, 0)), out_ptr, row, col, row_end, width, pitch)
+    put_rows(gl.permute(acc.to(gl.bfloat16), (1, 0)), out_ptr, row, col, row_end, width, pitch)
 
 
 @launched
@@ -306,17 +300,6 @@ def _rows_times_weight_kernel(
     )
 
 
-@functools.cache
-def shared_layout(dtype: gl.dtype, *block: int) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(block, dtype)
-
-
-def _descriptor(tensor: Tensor, dtype: gl.dtype, *block: int) -> TensorDescriptor:
-    layout = shared_layout(dtype, *block)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
-
-
 def pick_config(format: Format, rows_per_expert: int | None) -> Config:
     """The least tile that holds the rows of nearly every expert, two deviations above their mean; else the largest."""
     configs = CONFIGS[format]
@@ -350,15 +333,15 @@ def grouped_gemm_scaled(
         dgrad=False, w_outer_inv=w_outer_inv_L, columns=columns, expanded=True,
     )  # fmt: skip
     config = config or pick_config(format, rows_per_expert)
-    fp4, dtype = format is NVFP4, DTYPES[format.expanded_dtype]
+    fp4 = format is NVFP4
     rows_of_atoms, atoms = w_scales.shape[0] // TILE.value, w_scales.shape[1] // 4
     atoms_of_a_step = format.expanded_group // format.block // 4
     _rows_times_weight_kernel[(num_programs(out_XN.device, num_sms),)](
-        _descriptor(a.values, dtype, config.rows, format.expanded_group),
-        _descriptor(a.values, dtype, config.tail, format.expanded_group) if config.tail else None,
+        descriptor(a.values, config.rows, format.expanded_group),
+        descriptor(a.values, config.tail, format.expanded_group) if config.tail else None,
         a.start_1,
-        _descriptor(words_of(w_values_LNK), gl.int32, 1, TILE.value, WORDS.value),
-        _descriptor(words_of(w_scales).view(rows_of_atoms, atoms * 4, 32), gl.int32, 1, 4 * atoms_of_a_step, 32),
+        descriptor(words_of(w_values_LNK), 1, TILE.value, WORDS.value),
+        descriptor(words_of(w_scales).view(rows_of_atoms, atoms * 4, 32), 1, 4 * atoms_of_a_step, 32),
         out_XN,
         out_start_1,
         row_start_P,

@@ -20,7 +20,6 @@ over w13 seen as [L, F / 8, 2, 8, D], so that a thread has both halves of what i
 The bits are those of grouped_gemm and grouped_gemm_swiglu: all add the same products in the same order.
 """
 
-import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -37,20 +36,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dist_moe.shapes import next_power_of_2
 
 from ._device import begin, delay, num_programs
+from ._hopper import add, descriptor, load_box, put_rows
 from ._launch import launched
 from .grouped_gemm import _tile_place, check_rows, check_weight
 from .grouped_gemm_swiglu import check_swiglu
-from .scaled_hopper import _add, _store
 from .swiglu import gate_up
-from .wgrad_hopper import _load
 
 TILE = gl.constexpr(128)  # columns of the result, rows of the first operand, in a tile
 SIDE_ROWS = gl.constexpr(64)  # of these, what four warps multiply
 STEP = gl.constexpr(64)  # of the contraction in a stage
-MAIN = gl.constexpr(256)  # rows of a whole tile
+MAIN = gl.constexpr(256)  # rows of a whole tile: four boxes
 BOX = gl.constexpr(64)  # rows of what TMA brings where a tile is not whole
-MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)
-GROUP_M = 4  # tiles of rows that go together before the next tile of weights
+MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)  # of a thread: what makes 3 x 168
+GROUP_M = 4  # tiles of rows, as many rows as eight of grouped_gemm, that go together before the next tile of weights
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,13 @@ def _row_tile_ends(row_start_ptr, L, TAIL: gl.constexpr, BLOCK_L: gl.constexpr):
     offs_l = gl.arange(0, BLOCK_L, layout=LAYOUT)
     start = gl.load(row_start_ptr + offs_l, mask=offs_l < L, other=0)
     end = gl.load(row_start_ptr + offs_l + 1, mask=offs_l < L, other=0)
-    return gl.associative_scan(_tiles_of(end - start, TAIL), 0, _add)
+    return gl.associative_scan(_tiles_of(end - start, TAIL), 0, add)
 
 
 @gluon.jit
 def _tile(tile, ends_L, row_start_ptr, num_tiles_n, TAIL: gl.constexpr, GROUP_M: gl.constexpr):
-    """Expert, first row, end of the rows and first column of a tile; how many boxes the rows fill, or begin, and
-    whether there is a tail behind them. Three boxes have none: its rows are a fourth box."""
+    """Expert, first row, end of the rows and first column of a tile; how many boxes of rows it takes, and whether there
+    is a tail behind them. Behind three boxes there is none: its rows are a fourth box."""
     tile_m, tile_n = _tile_place(tile, gl.max(ends_L, 0), num_tiles_n, GROUP_M)
     expert = gl.sum((ends_L <= tile_m).to(gl.int32), 0)
     first_tile = gl.max(gl.where(ends_L <= tile_m, ends_L, 0), 0)
@@ -108,9 +106,9 @@ def _fill(step, place, contraction, rings, a, w_desc, DGRAD: gl.constexpr, WHOLE
         stage = step % STAGES
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        for i in gl.static_range(BOXES - 1 if WHOLE else 0, BOXES):
+        for i in gl.static_range(BOXES - 1 if WHOLE else 0, BOXES if WHOLE else BOXES - 1):
             if WHOLE or boxes == i + 1:
-                if has_tail:
+                if i != 2 and has_tail:
                     mbarrier.expect(bar, W_BYTES + (i + 1) * BOX_BYTES + tail_desc.block_type.nbytes)
                 else:
                     mbarrier.expect(bar, W_BYTES + (i + 1) * BOX_BYTES)
@@ -120,15 +118,15 @@ def _fill(step, place, contraction, rings, a, w_desc, DGRAD: gl.constexpr, WHOLE
             at = [expert, k, col]
         else:
             at = [expert, col, k]
-        _load(w_desc, at, bar, w_ring.index(stage))
+        load_box(w_desc, at, bar, w_ring.index(stage))
         if WHOLE:
-            _load(main_desc, [row, k], bar, a_ring.index(stage))
+            load_box(main_desc, [row, k], bar, a_ring.index(stage))
         else:
-            for i in gl.static_range(BOXES):
+            for i in gl.static_range(BOXES - 1):
                 if i < boxes:
-                    _load(box_desc, [row + i * BOX, k], bar, a_ring.index(stage).slice(i * BOX, BOX, 0))
+                    load_box(box_desc, [row + i * BOX, k], bar, a_ring.index(stage).slice(i * BOX, BOX, 0))
         if has_tail:
-            _load(tail_desc, [row + boxes * BOX, k], bar, tail_ring.index(stage))
+            load_box(tail_desc, [row + boxes * BOX, k], bar, tail_ring.index(stage))
         step += 1
     return step
 
@@ -174,7 +172,7 @@ def _put(acc, out, row, row_end, col, ACT: gl.constexpr, KEEP_H1: gl.constexpr):
         _put(second, out, row + ROWS // 2, row_end, col, ACT, KEEP_H1)
     elif ACT is None:
         out_ptr, width = out
-        _store(gl.permute(acc.to(gl.bfloat16), (1, 0)), out_ptr, row, col, row_end, width, width)
+        put_rows(gl.permute(acc.to(gl.bfloat16), (1, 0)), out_ptr, row, col, row_end, width, width)
     else:
         h1_ptr, h2_ptr, F, alpha, limit = out
         both = gl.permute(gl.reshape(acc.to(gl.bfloat16), [SIDE_ROWS // 16, 2, 8, ROWS]), (0, 2, 3, 1))
@@ -191,7 +189,7 @@ def _put_half(values, out_ptr, row, col, row_end, width, pitch):
     """[4, 8, rows] of 32 columns."""
     columns: gl.constexpr = values.shape[0] * values.shape[1]
     turned = gl.permute(gl.reshape(values, [columns, values.shape[2]]), (1, 0))
-    _store(turned, out_ptr, row, col, row_end, width, pitch)
+    put_rows(turned, out_ptr, row, col, row_end, width, pitch)
 
 
 @gluon.jit
@@ -209,7 +207,8 @@ def _contract(
     TAIL: gl.constexpr,
     BEHIND: gl.constexpr,
 ):
-    """The products of 64 weights with a tile of ROWS rows, and TAIL more: from a ring of their own, or those BEHIND."""
+    """The products of 64 weights with a tile of ROWS rows and TAIL more, of a ring of their own or, BEHIND, of the next
+    rows of the same one."""
     row, row_end, col = place
     a_ring, tail_ring, w_ring, full, empty = rings
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -302,6 +301,7 @@ def _run(
 ):
     main_desc, _box_desc, tail_desc = a
     TAIL: gl.constexpr = tail_desc.block_type.shape[0]
+    gl.static_assert(MAIN == 4 * BOX and TAIL <= BOX and STAGES > 1)
     a_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, MAIN, STEP], main_desc.layout)
     tail_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TAIL, STEP], tail_desc.layout)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -394,22 +394,12 @@ def _grouped_gemm_swiglu(
     _run((L, 2 * F, D), row_start_ptr, a, a_start, w13_desc, out, False, ACT, KEEP_H1, BLOCK_L, STAGES, GROUP_M)
 
 
-@functools.cache
-def shared_layout(*block: int) -> gl.NVMMASharedLayout:
-    """How a box that TMA brings lies in shared memory: swizzled as the tensor cores read it."""
-    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-
-
-def _descriptor(t: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), shared_layout(*block))
-
-
 def _row_descriptors(rows_XK: Tensor, config: Config) -> tuple[TensorDescriptor, ...]:
-    return tuple(_descriptor(rows_XK, rows, STEP.value) for rows in (MAIN.value, BOX.value, config.tail))
+    return tuple(descriptor(rows_XK, rows, STEP.value) for rows in (MAIN.value, BOX.value, config.tail))
 
 
 def _options(L: int, config: Config) -> dict:
-    block_l = max(128, next_power_of_2(L))  # a thread each: few variants to compile
+    block_l = max(128, next_power_of_2(L))  # few variants to compile, which takes ten seconds and more
     return {"BLOCK_L": block_l, "STAGES": config.num_stages, "GROUP_M": GROUP_M, "num_warps": 4}
 
 
@@ -431,7 +421,7 @@ def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, s
     _rows_times_weight_kernel[(num_programs(a.device, num_sms),)](
         *_row_descriptors(a, config),
         a_start_1,
-        _descriptor(w_LNK, *weights_box(dgrad)),
+        descriptor(w_LNK, *weights_box(dgrad)),
         out,
         out_start_1,
         row_start_P,
@@ -501,7 +491,10 @@ def grouped_gemm_swiglu(
     num_sms=None,
     config=None,
 ) -> None:
-    """Arguments, errors and result: grouped_gemm_swiglu.grouped_gemm_swiglu; rows_per_expert changes nothing here."""
+    """Arguments, errors and result: grouped_gemm_swiglu.grouped_gemm_swiglu; rows_per_expert changes nothing here.
+
+    The path takes it where h1 is not kept (calls.Path.fuses_swiglu).
+    """
     L, N, D = check_swiglu(x_XD, w13_L2FD, h1_X2F, h2_XF)
     F = N // 2
     config = config or CONFIG
@@ -509,7 +502,7 @@ def grouped_gemm_swiglu(
     _grouped_gemm_swiglu[(num_programs(x_XD.device, num_sms),)](
         *_row_descriptors(x_XD, config),
         x_start_1,
-        _descriptor(w13, *W13_BOX),
+        descriptor(w13, *W13_BOX),
         h1_X2F,
         h1_start_1,
         h2_XF,

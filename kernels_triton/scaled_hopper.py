@@ -17,7 +17,6 @@ latter is one for 32 columns where the weights have square blocks. With few rows
 of 128 rows and the result comes out transposed, so that a tile of 16 rows wastes nothing.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dist_moe.formats import MXFP8_E4M3
 from dist_moe.quantized import check_scaled_rows
 from dist_moe.shapes import next_power_of_2
 
 from ._device import begin, delay, num_programs
+from ._hopper import add, async_load, barrier, descriptor, load_box, put_rows
 from ._launch import launched
 from .grouped_gemm import GROUP_M, _tile_place
-from .wgrad_hopper import _barrier, _load
-
-# By its name in newer Tritons, or in 3.6.
-_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BLOCK = gl.constexpr(32)
 STEP = gl.constexpr(128)  # values of the contraction in a stage: the four blocks of an atom of scales
@@ -62,17 +57,12 @@ DGRAD = Config(rows=128, num_stages=4)
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _row_tile_ends(num_rows_ptr, L, ROWS: gl.constexpr, BLOCK_L: gl.constexpr):
     """Cumulative number of row tiles by expert, as _scaled_operands.row_tile_ends."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     offs_l = gl.arange(0, BLOCK_L, layout=LAYOUT)
     num_rows = gl.load(num_rows_ptr + offs_l, mask=offs_l < L, other=0)
-    return gl.associative_scan((num_rows + ROWS - 1) // ROWS, 0, _add)
+    return gl.associative_scan((num_rows + ROWS - 1) // ROWS, 0, add)
 
 
 @gluon.jit
@@ -92,7 +82,7 @@ def _copy_scales(to, atom_ptr, first_row, EVERY: gl.constexpr):
     """The words (four blocks) of rows first_row, first_row + EVERY, ... of an atom, asynchronously."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = first_row + gl.arange(0, to.shape[0], layout=LAYOUT) * EVERY
-    _async_load(to, atom_ptr + rows % 32 * 4 + rows // 32)
+    async_load(to, atom_ptr + rows % 32 * 4 + rows // 32)
 
 
 @gluon.jit
@@ -153,15 +143,15 @@ def _produce(
             _copy_scales(w_scales.index(stage), w_atom_ptr + k, 0, BLOCK if SQUARE else 1)
             async_copy.mbarrier_arrive(full.index(stage))
             if DGRAD:
-                _barrier()  # of the arrivals of all four warps, which count on the one that follows
+                barrier()  # of the arrivals of all four warps, which count on the one that follows
             mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            _load(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
+            load_box(a_desc, [a_start + row, k], full.index(stage), a_ring.index(stage))
             if DGRAD:
-                _load(w_desc, [expert, k, col], full.index(stage), w_ring.index(stage))
+                load_box(w_desc, [expert, k, col], full.index(stage), w_ring.index(stage))
                 if step >= AHEAD:
                     _transpose(step - AHEAD, rings, transposed)
             else:
-                _load(w_desc, [expert, col, k], full.index(stage), w_ring.index(stage))
+                load_box(w_desc, [expert, col, k], full.index(stage), w_ring.index(stage))
             step += 1
     if DGRAD:
         for last in range(gl.maximum(step - AHEAD, 0), step):
@@ -253,19 +243,7 @@ def _multiply(
         result = gl.reshape(acc, [M, N]).to(gl.bfloat16)
         if SWAP:
             result = gl.permute(result, (1, 0))
-        _store(result, out_ptr, row, col, row_end, width, pitch)
-
-
-@gluon.jit
-def _store(result, out_ptr, row, col, row_end, width, pitch):
-    """A tile of BF16 at (row, col), no row from row_end and no column from width."""
-    LANES: gl.constexpr = result.shape[1] // 8 if result.shape[1] < 128 else 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    result = gl.convert_layout(result, LAYOUT)
-    rows = row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    cols = col + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    mask = (rows < row_end)[:, None] & (cols < width)[None, :]
-    gl.store(out_ptr + rows.to(gl.int64)[:, None] * pitch + cols[None, :], result, mask=mask)
+        put_rows(result, out_ptr, row, col, row_end, width, pitch)
 
 
 @launched
@@ -342,16 +320,6 @@ def _rows_times_weight_kernel(
         [4 if DGRAD else 1],
         [TRANSPOSER_REGISTERS if DGRAD else PRODUCER_REGISTERS],
     )
-
-
-@functools.cache
-def shared_layout(*block: int) -> gl.NVMMASharedLayout:
-    """How a tile of values lies in shared memory: swizzled as the tensor cores read it."""
-    return gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-
-
-def _descriptor(values: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), list(block), shared_layout(*block))
 
 
 def words(scales: Tensor) -> Tensor:
@@ -442,11 +410,11 @@ def _rows_times_weight(
     )  # fmt: skip
     contraction, all_columns = (N, K) if dgrad else (K, N)
     _rows_times_weight_kernel[(num_programs(out.device, num_sms),)](
-        _descriptor(a.values, config.rows, STEP.value),
+        descriptor(a.values, config.rows, STEP.value),
         a.start_1,
         words(a.scales),
         a.scales_start_1,
-        _descriptor(w, 1, TILE.value, STEP.value),
+        descriptor(w, 1, TILE.value, STEP.value),
         words(w_scales.view(-1)),
         out,
         out_start_1,

@@ -24,10 +24,7 @@ zeros over them in the ring, in both operands (0 * NaN is NaN), before the tenso
 zeros of their own there, up to the next multiple of 128 rows: their last step is as any other.
 """
 
-import functools
-
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,11 +34,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dist_moe.quantized import check_scaled_wgrad
 
 from ._device import begin, delay, num_programs
+from ._hopper import barrier, descriptor, load_box, store_box
 from ._launch import launched
 from .grouped_gemm import Config, check_wgrad
 
@@ -49,12 +46,6 @@ CONFIGS = {
     torch.bfloat16: Config(128, 256, 64, num_warps=8, num_stages=3),
     torch.float32: Config(128, 128, 64, num_warps=8, num_stages=4),
 }
-# By their names in newer Tritons, or in 3.6.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 PRODUCER_REGISTERS = gl.constexpr(40)
 GROUP_M = 4
 FETCH_STEP = gl.constexpr(2)  # of a tile: in which its old values are fetched
@@ -108,8 +99,8 @@ def _produce(tiles, rings, dy_desc, x_desc, dy_start, x_start, GROUP_M: gl.const
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
-            _load(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
-            _load(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
+            load_box(dy_desc, [dy_start + row, m], full.index(stage), dy_ring.index(stage))
+            load_box(x_desc, [x_start + row, n], full.index(stage), x_ring.index(stage))
             step += 1
 
 
@@ -150,14 +141,14 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
                     _keep_rows(dy_ring.index(stage), row_end - row)
                     _keep_rows(x_ring.index(stage), row_end - row)
                     fence_async_shared()
-                    _barrier()
+                    barrier()
                 acc = warpgroup_mma(dy_ring.index(stage).permute((1, 0)), x_ring.index(stage), acc, is_async=True)
                 if ACCUMULATE:
                     if row == fetch_row:
                         tma.store_wait(0)
-                        _barrier()
+                        barrier()
                         mbarrier.expect(old, out_desc.block_type.nbytes)
-                        _load(out_desc, [expert, m, n], old, out_tile)
+                        load_box(out_desc, [expert, m, n], old, out_tile)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=row > row_start)
                 step += 1
@@ -171,7 +162,7 @@ def _multiply(tiles, rings, out_desc, out_tile, old, ACCUMULATE: gl.constexpr, G
                 tma.store_wait(0)
             out_MN.store(acc.to(out_desc.dtype))
             fence_async_shared()
-            _store(out_desc, [expert, m, n], out_tile)
+            store_box(out_desc, [expert, m, n], out_tile)
     tma.store_wait(0)
 
 
@@ -229,16 +220,6 @@ def _wgrad_kernel(
     )
 
 
-@functools.cache
-def shared_layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
-    """How a tile that TMA moves lies in shared memory: swizzled as the tensor cores read it."""
-    return gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
-
-
-def _descriptor(t: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), shared_layout(t.dtype, *block))
-
-
 def _launch(
     dy_XN, dy_start_1, x_XK, x_start_1, row_start_P, num_rows_L, out_LNK, *, accumulate, stop_1, num_sms, config
 ):
@@ -246,11 +227,11 @@ def _launch(
     L, N, K = out_LNK.shape
     config = config or CONFIGS[out_LNK.dtype]
     _wgrad_kernel[(num_programs(dy_XN.device, num_sms),)](
-        _descriptor(dy_XN, config.block_k, config.block_m),
+        descriptor(dy_XN, config.block_k, config.block_m),
         dy_start_1,
-        _descriptor(x_XK, config.block_k, config.block_n),
+        descriptor(x_XK, config.block_k, config.block_n),
         x_start_1,
-        _descriptor(out_LNK, 1, config.block_m, config.block_n),
+        descriptor(out_LNK, 1, config.block_m, config.block_n),
         row_start_P,
         num_rows_L,
         stop_1,

@@ -122,7 +122,7 @@ def test_a_captured_inference_follows_new_data(block_scaled):
 @pytest.mark.sm90
 @pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
 def test_products_whose_tiles_fit_the_rows_of_an_expert(inference):
-    """The path with them, near the dense layer; outputs have the bits of Triton's tiles."""
+    """The path with them, near the dense layer; outputs and gradients of x have the bits of Triton's tiles."""
     case = Case("256 rows an expert", T=256, D=160, F=224, routing="zipf(0.5)")
     how = case.config(**FORWARD_ONLY if inference else {})
     assert registry.choose("grouped_gemm_swiglu", registry.call_of("cuda", None, how, case.W))[0].backend == "gluon"
@@ -133,7 +133,8 @@ def test_products_whose_tiles_fit_the_rows_of_an_expert(inference):
     if inference:
         expected = [RankResults(rank.out_TD) for rank in expected]
     assert_results_close([on_device(result, "cpu") for result in found], expected)
-    assert all(torch.equal(a.out_TD, b.out_TD) for a, b in zip(found, wanted, strict=True))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.out_TD, b.out_TD) and (inference or torch.equal(a.grad_x_TD, b.grad_x_TD))
 
 
 def test_graphs_and_eager_calls_of_several_sizes_mix():

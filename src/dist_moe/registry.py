@@ -20,7 +20,7 @@ from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
-FITTED_ROWS = (256, 1024)  # an expert, on average, between which tiles that fit them were faster
+FITTED_ROWS = (256, 1024)  # of an expert, on average, for tiles that fit them; docs/performance.md has what was timed
 GLUON_TRITONS = ("3.6", "3.7", "3.8", "3.9")
 CUTE_DSL = "4.8.1"  # the version that the kernels were compiled and emulated with
 DRIVER_GRANULARITY_BYTES = 2**21  # of mappings, where no driver can be asked
@@ -87,8 +87,8 @@ def needs_hopper(call: Call) -> str | None:
 
 
 def needs_hopper_and_rows(call: Call) -> str | None:
-    """Of a product whose tiles fit the rows of an expert: with few it is slower, and with many there is little to fit
-    (docs/performance.md). A preset asks for tiles that it does not have."""
+    """Of a product whose tiles fit the rows of an expert, of which there must be enough, and not so many that there is
+    little to fit. A preset asks for tiles that it does not have."""
     if problem := needs_hopper(call):
         return problem
     if call.config is None:
@@ -413,6 +413,11 @@ def explain(
         plan = plan_memory(config, ep_size, backend=backend, **plan_for)
     except RuntimeError as error:  # scratch on the host, and nothing that maps it
         plan, obstacle = plan_memory(config, ep_size), str(error)
+    if config.num_experts % ep_size:
+        raise ValueError(
+            f"explain: num_experts must be divisible by the number of ranks, got {config.num_experts} experts for "
+            f"{ep_size} ranks"
+        )
     lines = [plan.explain(), f"exchange: {scheme}", f"outputs: {_outputs_in_words(config, ep_size)}"]
     lines.append(f"launches of a forward: {_launches_in_words(config, ep_size)}")
     if obstacle:

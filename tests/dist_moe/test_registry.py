@@ -97,6 +97,12 @@ def test_products_whose_tiles_fit_the_rows_of_an_expert_run_in_gluon_on_hopper()
     assert "  gluon\n    grouped_gemm, grouped_gemm_swiglu, grouped_gemm_dgrad" in explain(config, 2, device="sm_90")
 
 
+def test_explain_refuses_ranks_that_cannot_share_the_experts():
+    for ep_size in (3, 64):
+        with pytest.raises(ValueError, match=f"divisible by the number of ranks, got 4 experts for {ep_size} ranks"):
+            explain(CONFIG, ep_size, device="sm_90")
+
+
 NARROW = replace(SERVING, hidden_dim=160, intermediate_dim=32)  # outputs in windows of 64 columns
 
 

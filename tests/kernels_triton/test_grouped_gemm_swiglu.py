@@ -12,7 +12,7 @@ from dist_moe.kernels_triton.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dist_moe.shapes import Activation
 from dist_moe.testing import assert_close
 
-from .test_grouped_gemm import BACKENDS, implementation, put, randn, row_start
+from .test_grouped_gemm import BACKENDS, BORDERS, implementation, put, randn, row_start
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,13 @@ def test_bits_are_those_of_two_ops_and_near_the_oracle(case, activation, op, dev
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("last", range(1, 300, 31), ids=str)
-def test_rows_behind_whole_tiles_have_the_bits_of_another_tile(last, device):
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_tiles_that_fit_have_the_bits_of_others_at_every_border(activation, device):
     hopper = importlib.import_module("dist_moe.kernels_triton.grouped_gemm_hopper")
-    problem = Problem(Case("tiles", (last, 256 + last, 0, 512 + last), 352, 224), device)
-    for activation in ACTIVATIONS:
-        assert_equal(problem.fused(activation, hopper.grouped_gemm_swiglu), problem.fused(activation))
+    problem = Problem(Case("borders", BORDERS, 352, 224), device)
+    for keep_h1 in (True, False):
+        found = problem.fused(activation, hopper.grouped_gemm_swiglu, keep_h1)
+        assert_equal(found, problem.fused(activation, keep_h1=keep_h1))
 
 
 def test_h1_that_is_not_kept_is_not_touched(op, device):

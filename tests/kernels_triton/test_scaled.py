@@ -98,4 +98,4 @@ def test_scales_are_rounded_as_a_conversion_to_e4m3(device):
     found = torch.zeros_like(x)
     _round_scales[(1,)](x, found, len(x), enable_fp_fusion=False)
     want = x.to(torch.float8_e4m3fn).float()
-    assert torch.equal(found.nan_to_num(-1), want.nan_to_num(-1)) and want.unique().numel() > 0x7E
+    assert torch.equal(found.nan_to_num(-1), want.nan_to_num(-1)) and want[~want.isnan()].unique().numel() == 0x7E

@@ -1,20 +1,21 @@
 """expanded_hopper: Gluon, for sm_90 alone."""
 
+import torch
 from tests.compile_check import Case
-from triton.experimental.gluon import language as gl
 
 from dist_moe.formats import NVFP4, Format
-from dist_moe.kernels_triton.expanded_hopper import CONFIGS, Config, shared_layout
+from dist_moe.kernels_triton._hopper import shared_layout
+from dist_moe.kernels_triton.expanded_hopper import CONFIGS, Config
 from dist_moe.kernels_triton.grouped_gemm import GROUP_M
 
 
-def desc(name: str, dtype: gl.dtype, *block: int) -> str:
+def desc(name: str, dtype: torch.dtype, *block: int) -> str:
     return f"tensordesc<{name}{list(block)},{shared_layout(dtype, *block)!r}>"
 
 
 def case(format: Format, config: Config) -> Case:
     fp4 = format is NVFP4
-    dtype, step = (("fp16", gl.float16), 256) if fp4 else (("bf16", gl.bfloat16), 128)
+    dtype, step = (("fp16", torch.float16), 256) if fp4 else (("bf16", torch.bfloat16), 128)
     outer = ("a_outer_inv_ptr", "a_outer_start_ptr", "w_outer_inv_ptr")
     return Case(
         "expanded_hopper:_rows_times_weight_kernel",
@@ -22,8 +23,8 @@ def case(format: Format, config: Config) -> Case:
             "a_desc": desc(*dtype, config.rows, step),
             **({"tail_desc": desc(*dtype, config.tail, step)} if config.tail else {}),
             "a_start_ptr": "*i64",
-            "w_desc": desc("i32", gl.int32, 1, 128, 32),
-            "w_scales_desc": desc("i32", gl.int32, 1, 16 if fp4 else 4, 32),
+            "w_desc": desc("i32", torch.int32, 1, 128, 32),
+            "w_scales_desc": desc("i32", torch.int32, 1, 16 if fp4 else 4, 32),
             "out_ptr": "*bf16",
             "out_start_ptr": "*i64",
             "row_start_ptr": "*i32",

@@ -1,7 +1,9 @@
 """grouped_gemm_hopper: Gluon, for sm_90 alone."""
 
+import torch
 from tests.compile_check import Case
 
+from dist_moe.kernels_triton._hopper import shared_layout
 from dist_moe.kernels_triton.grouped_gemm_hopper import (
     BOX,
     CONFIG,
@@ -9,13 +11,12 @@ from dist_moe.kernels_triton.grouped_gemm_hopper import (
     MAIN,
     STEP,
     W13_BOX,
-    shared_layout,
     weights_box,
 )
 
 
 def desc(*block: int) -> str:
-    return f"tensordesc<bf16{list(block)},{shared_layout(*block)!r}>"
+    return f"tensordesc<bf16{list(block)},{shared_layout(torch.bfloat16, *block)!r}>"
 
 
 ROWS = {
@@ -64,7 +65,7 @@ def rows_times_weight(dgrad: bool, block_l: int = 128) -> Case:
     )
 
 
-def swiglu(act: str, keep_h1: bool) -> Case:
+def swiglu(act: str, keep_h1: bool, block_l: int = 128) -> Case:
     return case(
         "_grouped_gemm_swiglu",
         act + " with h1" * keep_h1,
@@ -72,11 +73,13 @@ def swiglu(act: str, keep_h1: bool) -> Case:
         ("x_start_ptr", "h1_start_ptr", "h2_start_ptr"),
         ("D", "F"),
         {"ACT": act, "KEEP_H1": keep_h1},
+        block_l,
         enable_fp_fusion=False,
     )
 
 
 CASES = (
     *(rows_times_weight(dgrad, block_l) for dgrad in (False, True) for block_l in (128, 512)),
+    swiglu("clamped", True, 512),
     *(swiglu(act, keep_h1) for act in ("plain", "clamped") for keep_h1 in (False, True)),
 )

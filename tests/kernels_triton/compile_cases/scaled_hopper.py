@@ -1,13 +1,14 @@
 """scaled_hopper: Gluon, for sm_90 alone."""
 
+import torch
 from tests.compile_check import Case
 
+from dist_moe.kernels_triton._hopper import shared_layout
 from dist_moe.kernels_triton.grouped_gemm import GROUP_M
-from dist_moe.kernels_triton.scaled_hopper import shared_layout
 
 
 def desc(*block: int) -> str:
-    return f"tensordesc<fp8e4nv{list(block)},{shared_layout(*block)!r}>"
+    return f"tensordesc<fp8e4nv{list(block)},{shared_layout(torch.float8_e4m3fn, *block)!r}>"
 
 
 def case(rows: int, square: bool, stages: int, dgrad: bool = False) -> Case:

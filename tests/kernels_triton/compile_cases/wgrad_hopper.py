@@ -3,7 +3,8 @@
 import torch
 from tests.compile_check import Case
 
-from dist_moe.kernels_triton.wgrad_hopper import CONFIGS, GROUP_M, shared_layout
+from dist_moe.kernels_triton._hopper import shared_layout
+from dist_moe.kernels_triton.wgrad_hopper import CONFIGS, GROUP_M
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
