@@ -30,7 +30,7 @@ from .record import Rows, parse, parser
 from .roofs import Roofs, Work, backward_work, forward_work, measure_roofs, total
 from .shapes import Inputs, Shape, Traffic, config_of, draw_inputs, load_of
 from .stages import measure_stages
-from .timing import Method, measure
+from .timing import measure
 
 # Relative error and cosine over the whole tensor, against BF16: what tests of dist-moe 0.1.0 accept.
 BOUNDS = {"mxfp8": (0.075, 0.9975), "nvfp4": (0.29, 0.955)}
@@ -106,52 +106,64 @@ class Case:
             if all(rows.has(about, name) for name in self._names(direction)):
                 rows.say(f"{self.shape.name} {self.routing} {direction}: has its rows")
                 continue
-            gc.collect()
-            if self.job.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free()
             inputs = bare(draw_inputs(self.shape, self.ids, self.job.local_ranks, self.job.device), direction)
-            with contextlib.ExitStack() as contexts:
-                self._direction(rows, stage_rows, roofs, direction, inputs, contexts)
+            self._direction(rows, stage_rows, roofs, direction, inputs)
 
     def _names(self, direction: str) -> list[str]:
         return [name for name in METHODS[direction] if name in self.args.methods]
 
-    def _direction(self, rows, stage_rows, roofs, direction, inputs, contexts) -> None:
-        methods, errors, expected = [], {}, None
-        for name in self._names(direction):
-            kind = name.split("-")[0]
-            how = FORMATS.get(kind)
-            given = inputs if how is None or "dynamic" in name else prepared(inputs, how, direction == INFERENCE)
-            planned_for = {"device": self.job.device, "backend": self.args.backend}
-            config = config_in(self.traffic, direction, how, **planned_for)
-            ours = Ours(self.job, self.traffic, given, direction, self.args.backend, config)
-            contexts.callback(ours.context.close)
-            contexts.push(lambda *error, held=ours: None)  # its graph reads what it holds
-            results = ours.results()
-            if expected is None:
-                expected = results
-            else:
-                near = functools.partial(require_near, kind, results, expected, name)
-                errors[name] = self.job.agree(near)
-                del near
-            del results
-            if self.args.stages:
-                for (half, stage), time in measure_stages(self.job, self.shape, ours, self.args.rounds).items():
-                    about = stage_rows.about(self.shape, self.traffic, self.routing, half)
-                    stage_rows.say_row(stage_rows.add(about, f"{name} {stage}", time, None, roofs, self.job.num_gpus))
-            if self.job.device.type == "cuda":
-                method = ours.graph_method()
-                methods.append(Method(name, method.run, method.prepare))
-            else:
-                methods.append(Method(name, ours.run, ours.prepare))
-        expected = None  # gradients of all weights
+    def _direction(self, rows, stage_rows, roofs, direction, inputs) -> None:
+        names, times, errors = self._names(direction), {}, {}
+        expected: list[RankResults] = []  # of the first method
+        for together in [[name] for name in names] if self.args.apart else [names]:
+            with contextlib.ExitStack() as contexts:
+                methods = []
+                for name in together:
+                    ours = self._ours(name, direction, inputs)
+                    contexts.callback(ours.context.close)
+                    contexts.push(lambda *error, held=ours: None)  # its graph reads what it holds
+                    error = self._checked(name, ours, expected)
+                    errors |= {} if error is None else {name: error}
+                    self._stages(name, ours, stage_rows, roofs)
+                    method = ours.graph_method() if self.job.device.type == "cuda" else ours.method()
+                    methods.append(replace(method, name=name))
+                if not self.args.apart:
+                    expected.clear()  # gradients of all weights
+                times |= measure(self.job, methods, self.args.rounds)
+                del methods, method, ours
+            self._free()
         about = rows.about(self.shape, self.traffic, self.routing, direction)
-        times = measure(self.job, methods, self.args.rounds)
         for name, time in times.items():
             more = {"bf16_us": times["bf16"].us if "bf16" in times else None, "relative_error": errors.get(name)}
             if direction == INFERENCE and name != "bf16":
                 more["wire_row_bytes"] = packed_row_bytes(config_in(self.traffic, direction, FORMATS[name]))
             rows.say_row(rows.add(about, name, time, self._work(direction), roofs, self.job.num_gpus, **more))
+
+    def _ours(self, name: str, direction: str, inputs: Inputs) -> Ours:
+        how = FORMATS.get(name.split("-")[0])
+        given = inputs if how is None or "dynamic" in name else prepared(inputs, how, direction == INFERENCE)
+        config = config_in(self.traffic, direction, how, device=self.job.device, backend=self.args.backend)
+        return Ours(self.job, self.traffic, given, direction, self.args.backend, config)
+
+    def _checked(self, name: str, ours: Ours, expected: list[RankResults]) -> float | None:
+        """The largest relative error against what is expected, which the first method's results become. Collective."""
+        results = ours.results()
+        if not expected:
+            expected += results
+            return None
+        return self.job.agree(functools.partial(require_near, name.split("-")[0], results, expected, name))
+
+    def _stages(self, name: str, ours: Ours, stage_rows: Rows, roofs: Roofs) -> None:
+        if self.args.stages:
+            for (half, stage), time in measure_stages(self.job, self.shape, ours, self.args.rounds).items():
+                about = stage_rows.about(self.shape, self.traffic, self.routing, half)
+                stage_rows.say_row(stage_rows.add(about, f"{name} {stage}", time, None, roofs, self.job.num_gpus))
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _work(self, direction: str) -> Work:
         """Useful FLOPs alone: bytes are the format's."""
@@ -169,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--directions", nargs="+", choices=METHODS, default=[INFERENCE])
     names = [*dict.fromkeys(name for of_direction in METHODS.values() for name in of_direction)]
     options.add_argument("--methods", nargs="+", choices=names, default=names, help="those that a direction has")
+    options.add_argument("--apart", action="store_true", help="hold one method at a time, where memory is short")
     options.add_argument("--stages", action="store_true", help="also a table of every op of the path")
     options.add_argument("--backend", help="of our ops; default: the best that runs")
     args = parse(options, argv)

@@ -286,6 +286,17 @@ def smokes(tmp_path_factory) -> dict[str, Path]:
         "virtual": (1, bench_path.main, *path, "--directions", *bench_path.DIRECTIONS),
         "scaled": (1, scaled_gemms.main, "--smoke", "--products", "w13", "wgrad_w2"),
         "formats": (1, bench_formats.main, "--smoke", "--stages", "--directions", *bench_formats.METHODS),
+        "apart": (
+            1,
+            bench_formats.main,
+            "--smoke",
+            "--apart",
+            "--methods",
+            "mxfp8",
+            "bf16",
+            "--directions",
+            "inference",
+        ),
         "memory": (1, bench_memory.main, "--smoke"),
         "four": (4, bench_path.main, *path, "--routings", *SKEWS),
     }
@@ -327,6 +338,12 @@ def test_rows_of_formats(smokes):
     assert of_inference == {"mxfp8": align(D + D // 32, 16), "nvfp4": align(D // 2 + D // 16 + 4, 16)}
     stages = {row["method"] for row in lines(smokes["formats"], "formats_stages")}
     assert {"nvfp4 dispatch_packed", "mxfp8 swiglu_backward_quantize", "mxfp8-dynamic quantize_weights"} <= stages
+
+
+def test_methods_that_are_held_apart_are_compared_too(smokes):
+    found = {row["method"]: row for row in lines(smokes["apart"], "formats")}
+    assert found.keys() == {"bf16", "mxfp8"} and found["mxfp8"]["bf16_us"] == found["bf16"]["us"]
+    assert found["bf16"]["relative_error"] is None and 0 < found["mxfp8"]["relative_error"] < 0.075
 
 
 def test_the_formats_are_held_against_bf16():

@@ -20,7 +20,7 @@ from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
 MIN_COMPUTE_CAPABILITY = (9, 0)
-FITTED_ROWS = (256, 1024)  # of an expert, on average, for tiles that fit them; docs/performance.md has what was timed
+FITTED_ROWS = (128, 1024)  # of an expert, on average, for tiles that fit them; docs/performance.md has what was timed
 GLUON_TRITONS = ("3.6", "3.7", "3.8", "3.9")
 CUTE_DSL = "4.8.1"  # the version that the kernels were compiled and emulated with
 DRIVER_GRANULARITY_BYTES = 2**21  # of mappings, where no driver can be asked
