@@ -175,7 +175,10 @@ def _put(acc, out, row, row_end, col, ACT: gl.constexpr, KEEP_H1: gl.constexpr):
         put_rows(gl.permute(acc.to(gl.bfloat16), (1, 0)), out_ptr, row, col, row_end, width, width)
     else:
         h1_ptr, h2_ptr, F, alpha, limit = out
-        both = gl.permute(gl.reshape(acc.to(gl.bfloat16), [SIDE_ROWS // 16, 2, 8, ROWS]), (0, 2, 3, 1))
+        h1 = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [acc.to(gl.bfloat16)], dtype=gl.bfloat16, is_pure=False, pack=2
+        )  # not declared pure: stays behind what left before, whose registers are free then
+        both = gl.permute(gl.reshape(h1, [SIDE_ROWS // 16, 2, 8, ROWS]), (0, 2, 3, 1))
         gate, up = gl.split(both)
         if KEEP_H1:
             _put_half(gate, h1_ptr, row, col // 2, row_end, F, 2 * F)
