@@ -249,6 +249,17 @@ def check_weight(op: str, name: str, w_LNK: Tensor, dtypes: tuple[torch.dtype, .
         raise ValueError(f"{op}: {name} must be {wanted}, got {found}")
 
 
+def check_product(op: str, a: Tensor, w_LNK: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """L, width and contraction of forward or dgrad, of operands that every implementation takes."""
+    check_weight(op, "w_LNK", w_LNK)
+    L, N, K = w_LNK.shape
+    dgrad = op == "grouped_gemm_dgrad"
+    contraction, width = (N, K) if dgrad else (K, N)
+    check_rows(op, "dy_XN" if dgrad else "a_XK", a, contraction)
+    check_rows(op, "out_XK" if dgrad else "out_XN", out, width)
+    return L, width, contraction
+
+
 def check_wgrad(dy_XN: Tensor, x_XK: Tensor, out_LNK: Tensor) -> None:
     """What every implementation of grouped_gemm_wgrad asks of its tensors."""
     check_weight("grouped_gemm_wgrad", "out_LNK", out_LNK, (torch.bfloat16, torch.float32))
@@ -257,17 +268,13 @@ def check_wgrad(dy_XN: Tensor, x_XK: Tensor, out_LNK: Tensor) -> None:
 
 
 def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, stop_1, num_sms, config) -> None:
-    L, N, K = w_LNK.shape
+    L, width, contraction = check_product(op, a, w_LNK, out)
     dgrad = op == "grouped_gemm_dgrad"
-    contraction, width = (N, K) if dgrad else (K, N)
-    check_weight(op, "w_LNK", w_LNK)
-    check_rows(op, "dy_XN" if dgrad else "a_XK", a, contraction)
-    check_rows(op, "out_XK" if dgrad else "out_XN", out, width)
     w_block = [1, config.block_k, config.block_n] if dgrad else [1, config.block_n, config.block_k]
     _rows_times_weight_kernel[(num_programs(a.device, num_sms),)](
         TensorDescriptor(a, list(a.shape), [contraction, 1], [config.block_m, config.block_k]),
         a_start_1,
-        TensorDescriptor(w_LNK, [L, N, K], [N * K, K, 1], w_block),
+        TensorDescriptor(w_LNK, list(w_LNK.shape), list(w_LNK.stride()), w_block),
         out,
         out_start_1,
         row_start_P,

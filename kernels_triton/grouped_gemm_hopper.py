@@ -36,18 +36,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dist_moe.shapes import next_power_of_2
 
 from ._device import begin, delay, num_programs
-from ._hopper import add, descriptor, load_box, put_rows
+from ._fitted import BOX, MAIN, SIDE_ROWS, STEP, TILE, produce, row_tile_ends, tile_of
+from ._hopper import descriptor, put_rows
 from ._launch import launched
-from .grouped_gemm import _tile_place, check_rows, check_weight
+from .grouped_gemm import check_product
 from .grouped_gemm_swiglu import check_swiglu
 from .swiglu import gate_up
 
-TILE = gl.constexpr(128)  # columns of the result, rows of the first operand, in a tile
-SIDE_ROWS = gl.constexpr(64)  # of these, what four warps multiply
-STEP = gl.constexpr(64)  # of the contraction in a stage
-MAIN = gl.constexpr(256)  # rows of a whole tile: four boxes
-BOX = gl.constexpr(64)  # rows of what TMA brings where a tile is not whole
-MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)  # of a thread: what makes 3 x 168
+MULTIPLIER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)  # of a thread
 GROUP_M = 4  # tiles of rows, as many rows as eight of grouped_gemm, that go together before the next tile of weights
 
 
@@ -58,107 +54,6 @@ class Config:
 
 
 CONFIG = Config(tail=32, num_stages=4)
-
-
-@gluon.jit
-def _tiles_of(num_rows, TAIL: gl.constexpr):
-    """How many tiles an expert's rows are: 0 -> 0, 1 and 288 -> 1, 289 -> 2 with a tail of 32."""
-    return gl.maximum(gl.cdiv(num_rows - TAIL, MAIN), (num_rows > 0).to(gl.int32))
-
-
-@gluon.jit
-def _row_tile_ends(row_start_ptr, L, TAIL: gl.constexpr, BLOCK_L: gl.constexpr):
-    """Cumulative number of row tiles by expert, int32 [BLOCK_L]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    offs_l = gl.arange(0, BLOCK_L, layout=LAYOUT)
-    start = gl.load(row_start_ptr + offs_l, mask=offs_l < L, other=0)
-    end = gl.load(row_start_ptr + offs_l + 1, mask=offs_l < L, other=0)
-    return gl.associative_scan(_tiles_of(end - start, TAIL), 0, add)
-
-
-@gluon.jit
-def _tile(tile, ends_L, row_start_ptr, num_tiles_n, TAIL: gl.constexpr, GROUP_M: gl.constexpr):
-    """Expert, first row, end of the rows and first column of a tile; how many boxes of rows it takes, and whether there
-    is a tail behind them. Behind three boxes there is none: its rows are a fourth box."""
-    tile_m, tile_n = _tile_place(tile, gl.max(ends_L, 0), num_tiles_n, GROUP_M)
-    expert = gl.sum((ends_L <= tile_m).to(gl.int32), 0)
-    first_tile = gl.max(gl.where(ends_L <= tile_m, ends_L, 0), 0)
-    start = gl.load(row_start_ptr + expert)
-    end = gl.load(row_start_ptr + expert + 1)
-    row = start + (tile_m - first_tile) * MAIN
-    row_end = gl.where(tile_m - first_tile + 1 == _tiles_of(end - start, TAIL), end, row + MAIN)
-    boxes = gl.minimum(gl.maximum(gl.cdiv(row_end - row - TAIL, BOX), 1), MAIN // BOX)
-    boxes += ((boxes == 3) & (row + 3 * BOX < row_end)).to(gl.int32)
-    return expert, row, row_end, tile_n * TILE, boxes, row + boxes * BOX < row_end
-
-
-@gluon.jit
-def _fill(step, place, contraction, rings, a, w_desc, DGRAD: gl.constexpr, WHOLE: gl.constexpr, has_tail):
-    """Rows and weights of a tile into the ring, a step a stage, as stages become empty."""
-    expert, row, col, boxes = place
-    a_ring, tail_ring, w_ring, full, empty = rings
-    main_desc, box_desc, tail_desc = a
-    STAGES: gl.constexpr = w_ring.shape[0]
-    BOXES: gl.constexpr = MAIN // BOX
-    W_BYTES: gl.constexpr = w_desc.block_type.nbytes
-    BOX_BYTES: gl.constexpr = box_desc.block_type.nbytes
-    for k in range(0, contraction, STEP):
-        stage = step % STAGES
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        for i in gl.static_range(BOXES - 1 if WHOLE else 0, BOXES if WHOLE else BOXES - 1):
-            if WHOLE or boxes == i + 1:
-                if i != 2 and has_tail:
-                    mbarrier.expect(bar, W_BYTES + (i + 1) * BOX_BYTES + tail_desc.block_type.nbytes)
-                else:
-                    mbarrier.expect(bar, W_BYTES + (i + 1) * BOX_BYTES)
-        if len(w_desc.block_type.shape) == 5:
-            at = [expert, col // 16, 0, 0, k]
-        elif DGRAD:
-            at = [expert, k, col]
-        else:
-            at = [expert, col, k]
-        load_box(w_desc, at, bar, w_ring.index(stage))
-        if WHOLE:
-            load_box(main_desc, [row, k], bar, a_ring.index(stage))
-        else:
-            for i in gl.static_range(BOXES - 1):
-                if i < boxes:
-                    load_box(box_desc, [row + i * BOX, k], bar, a_ring.index(stage).slice(i * BOX, BOX, 0))
-        if has_tail:
-            load_box(tail_desc, [row + boxes * BOX, k], bar, tail_ring.index(stage))
-        step += 1
-    return step
-
-
-@gluon.jit
-def _produce(
-    sizes,
-    row_start_ptr,
-    rings,
-    a,
-    a_start,
-    w_desc,
-    TAIL: gl.constexpr,
-    DGRAD: gl.constexpr,
-    BLOCK_L: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    """One warp: the operands of every tile."""
-    L, width, contraction = sizes
-    ends_L = _row_tile_ends(row_start_ptr, L, TAIL, BLOCK_L)
-    num_tiles_n = gl.cdiv(width, TILE)
-    step = 0
-    for tile in range(gl.program_id(0), gl.max(ends_L, 0) * num_tiles_n, gl.num_programs(0)):
-        delay(tile)
-        expert, row, _, col, boxes, has_tail = _tile(tile, ends_L, row_start_ptr, num_tiles_n, TAIL, GROUP_M)
-        place = (expert, a_start + row, col, boxes)
-        if boxes < MAIN // BOX:
-            step = _fill(step, place, contraction, rings, a, w_desc, DGRAD, False, has_tail)
-        elif has_tail:
-            step = _fill(step, place, contraction, rings, a, w_desc, DGRAD, True, True)
-        else:
-            step = _fill(step, place, contraction, rings, a, w_desc, DGRAD, True, False)
 
 
 @gluon.jit
@@ -262,13 +157,13 @@ def _multiply(
 ):
     """Four warps: half of the weights of every tile times its rows, and the way out."""
     L, width, contraction = sizes
-    ends_L = _row_tile_ends(row_start_ptr, L, TAIL, BLOCK_L)
+    ends_L = row_tile_ends(row_start_ptr, L, TAIL, BLOCK_L)
     num_tiles_n = gl.cdiv(width, TILE)
     tile_steps = gl.cdiv(contraction, STEP)
     step = 0
     for tile in range(gl.program_id(0), gl.max(ends_L, 0) * num_tiles_n, gl.num_programs(0)):
         delay(tile)
-        _, row, row_end, col, boxes, has_tail = _tile(tile, ends_L, row_start_ptr, num_tiles_n, TAIL, GROUP_M)
+        _, row, row_end, col, boxes, has_tail = tile_of(tile, ends_L, row_start_ptr, num_tiles_n, TAIL, GROUP_M)
         at = (step, (row, row_end, col + SIDE * SIDE_ROWS), contraction, rings, out)
         if boxes == 4 and has_tail:
             _contract(*at, SIDE, DGRAD, ACT, KEEP_H1, 256, TAIL, False)
@@ -319,7 +214,7 @@ def _run(
         [
             (_multiply, (sizes, row_start_ptr, rings, out, 0, TAIL, DGRAD, ACT, KEEP_H1, BLOCK_L, GROUP_M)),
             (_multiply, (sizes, row_start_ptr, rings, out, 1, TAIL, DGRAD, ACT, KEEP_H1, BLOCK_L, GROUP_M)),
-            (_produce, (sizes, row_start_ptr, rings, a, a_start, w_desc, TAIL, DGRAD, BLOCK_L, GROUP_M)),
+            (produce, (sizes, row_start_ptr, rings, a, a_start, w_desc, TAIL, DGRAD, BLOCK_L, GROUP_M)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, PRODUCER_REGISTERS],
@@ -414,12 +309,8 @@ W13_BOX = (1, TILE.value // 16, 2, 8, STEP.value)
 
 
 def _rows_times_weight(op, a, a_start_1, w_LNK, out, out_start_1, row_start_P, stop_1, num_sms, config) -> None:
-    L, N, K = w_LNK.shape
+    L, width, contraction = check_product(op, a, w_LNK, out)
     dgrad = op == "grouped_gemm_dgrad"
-    contraction, width = (N, K) if dgrad else (K, N)
-    check_weight(op, "w_LNK", w_LNK)
-    check_rows(op, "dy_XN" if dgrad else "a_XK", a, contraction)
-    check_rows(op, "out_XK" if dgrad else "out_XN", out, width)
     config = config or CONFIG
     _rows_times_weight_kernel[(num_programs(a.device, num_sms),)](
         *_row_descriptors(a, config),

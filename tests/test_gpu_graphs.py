@@ -7,7 +7,17 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dist_moe import BlockScaledConfig, ExecutionOptions, RMSNormPostprocess, create_context, routed_experts
-from tests.transformer_block import T_MAX, Block, D, E, F, K, assert_equal, assert_near, config, serving, tokens
+from tests.transformer_block import (
+    Block,
+    D,
+    E,
+    assert_equal,
+    assert_near,
+    config,
+    operands,
+    serving,
+    tokens,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -19,17 +29,7 @@ LIMIT = 1.5
 
 
 def tensors(seed: int = 0) -> list[torch.Tensor]:
-    """x, ids, scores, w13, w2 and the gradient of the output."""
-    g = torch.Generator().manual_seed(seed)
-    made = [
-        torch.randn(T_MAX, D, generator=g).bfloat16(),
-        torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T_MAX)]),
-        torch.rand(T_MAX, K, generator=g),
-        (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
-        (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
-        torch.randn(T_MAX, D, generator=g).bfloat16(),
-    ]
-    return [tensor.cuda() for tensor in made]
+    return [tensor.cuda() for tensor in operands(seed=seed)]
 
 
 def whole_numbers(seed: int) -> list[torch.Tensor]:

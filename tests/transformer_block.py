@@ -17,6 +17,25 @@ def serving(**changes) -> Config:
     return config(**{"inference": True, "num_activation_slots": 0, "activation_slot_capacity_factor": None} | changes)
 
 
+def operands(T: int = T_MAX, seed: int = 0) -> list[torch.Tensor]:
+    """x, ids, scores, w13, w2 and the gradient of the output."""
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(T, D, generator=g).bfloat16(),
+        torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]),
+        torch.rand(T, K, generator=g),
+        (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
+        (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
+        torch.randn(T, D, generator=g).bfloat16(),
+    ]
+
+
+def inferred(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that was made under inference_mode."""
+    with torch.inference_mode():
+        return tensor.clone()
+
+
 class Block(torch.nn.Module):
     """x [T, D] to [T, D]: attention, a router, this rank's experts."""
 

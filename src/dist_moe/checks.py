@@ -123,11 +123,14 @@ def check_apart(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"routed_experts: {name} and {other} share memory; each needs its own")
 
 
+MADE_INFERRING = "was made under inference_mode and cannot be written outside"
+
+
 def _check_writable(name: str, out: Tensor) -> None:
     if out.requires_grad and _is_recording():
         raise ValueError(f"routed_experts: {name} is written over and must not require a gradient; detach it")
     if not torch.compiler.is_compiling() and is_read_only(out):
-        raise ValueError(f"routed_experts: {name} was made under inference_mode and cannot be written outside")
+        raise ValueError(f"routed_experts: {name} {MADE_INFERRING}")
 
 
 def is_read_only(tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ def _backends(device: torch.device) -> dict[str, str]:
 
 
 def _chosen(device: torch.device) -> dict[str, list[str]]:
-    """The ops that each backend runs when none is named; empty when one finds no backend."""
+    """The ops that each backend runs when none is named, as far as no Config decides; empty when one finds none."""
     ops: dict[str, list[str]] = {}
     for op in OPS:
         try:
@@ -154,7 +154,7 @@ def describe(found: dict) -> str:
         gib = gpu["memory_bytes"] / 1024**3
         lines.append(f"GPU {index}: {gpu['name']}, compute capability {gpu['compute_capability']}, {gib:.0f} GiB")
         lines += [f"GPU {index}, backend {name}: {answer}" for name, answer in gpu["backends"].items()]
-        lines.append(f"GPU {index}, when none is named: {_list_chosen(gpu['chosen'])}")
+        lines.append(f"GPU {index}, when none is named (explain says it of a Config): {_list_chosen(gpu['chosen'])}")
         for other, can in gpu["peer_access"].items():
             lines.append(f"GPU {index} reaches GPU {other}: {'yes' if can else 'no'}")
     lines.append(f"symmetric memory between GPUs: {found['symmetric_memory']}")

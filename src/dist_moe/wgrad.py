@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .checks import check_apart, check_preprocessed, is_read_only, same_order
+from .checks import MADE_INFERRING, check_apart, check_preprocessed, is_read_only, same_order
 from .context import Context
 from .options import ExecutionOptions
 
@@ -266,7 +266,6 @@ def _checked_owner(name: str, weight: Tensor, explicit: Tensor | None) -> Tensor
 
 
 _OWNERS = "wgrad_parameter_owners=(w13_owner, w2_owner)"
-_MADE_INFERRING = "was made under inference_mode and cannot be written outside"
 
 
 def _checked_grad(name: str, owner: Tensor, weight: _Weight) -> Tensor:
@@ -279,7 +278,7 @@ def _checked_grad(name: str, owner: Tensor, weight: _Weight) -> Tensor:
             f"{weight.device}, got {list(grad.shape)} with strides {grad.stride()} on {grad.device}; clear it"
         )
     if is_read_only(grad):
-        raise RuntimeError(f"routed_experts: the .grad of the owner of {name} {_MADE_INFERRING}; clear it")
+        raise RuntimeError(f"routed_experts: the .grad of the owner of {name} {MADE_INFERRING}; clear it")
     return grad
 
 
@@ -298,7 +297,7 @@ def _checked_destination(name: str, weight: _Weight, found) -> Destination:
             f"{weight.device}, got {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         )
     if is_read_only(tensor):
-        raise RuntimeError(f"{where} must return a tensor that can be written: this one {_MADE_INFERRING}")
+        raise RuntimeError(f"{where} must return a tensor that can be written: this one {MADE_INFERRING}")
     return Destination(tensor, found[1])
 
 

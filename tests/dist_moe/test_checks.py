@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.transformer_block import D, E, F, K, config
+from tests.transformer_block import D, E, config, inferred, operands
 
 from dist_moe import (
     BlockScaledConfig,
@@ -20,6 +20,7 @@ from dist_moe.virtual import RankInputs
 
 MXFP8 = BlockScaledConfig()
 T = 9
+KEPT = ["topk_expert_ids_TK", "topk_scores_TK", "w13_weight", "w2_weight"]
 
 
 @pytest.fixture
@@ -33,20 +34,10 @@ def context_of(block_scaled=None, group=None):
     return create_context(group=group, config=how, device="cpu", backend="reference")
 
 
-def inferred(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
-
-
 def tensors() -> dict:
-    g = torch.Generator().manual_seed(0)
-    return {
-        "x_TD": torch.randn(T, D, generator=g).bfloat16().requires_grad_(),
-        "topk_expert_ids_TK": torch.rand(T, E, generator=g).topk(K, 1).indices,
-        "topk_scores_TK": torch.rand(T, K, generator=g),
-        "w13_weight": torch.randn(E, 2 * F, D, generator=g).bfloat16(),
-        "w2_weight": torch.randn(E, D, F, generator=g).bfloat16(),
-    }
+    given = dict(zip(("x_TD", *KEPT), operands(T), strict=False))
+    given["x_TD"].requires_grad_()
+    return given
 
 
 def with_norm(weight_D, **fields) -> ExecutionOptions:
@@ -62,9 +53,6 @@ def assert_works_on(context):
     assert not context.ranks[0].slot_layers_N.any()
     routed_experts(**tensors(), context=context).float().sum().backward()
     context.check()
-
-
-KEPT = ["topk_expert_ids_TK", "topk_scores_TK", "w13_weight", "w2_weight"]
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tests.transformer_block import D, E, F, K, config
+from tests.transformer_block import D, config, operands
 
 from dist_moe import BlockScaledConfig, create_context
 from dist_moe.node import NO_SLOT, SELECTED
@@ -39,17 +39,6 @@ def utilities_for(precision) -> tuple[str, ...]:
     return ("test_schema", "test_faketensor") if precision is None else ("test_faketensor",)
 
 
-def tensors() -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(T, D, generator=g).bfloat16(),
-        torch.rand(T, E, generator=g).topk(K, 1).indices,
-        torch.rand(T, K, generator=g),
-        (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
-        (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
-    )
-
-
 def norm_arguments(numbers: list[float]) -> tuple[torch.Tensor | None, list[float]]:
     has_weight = not numbers[3]  # compensated sums exclude one
     return torch.linspace(-0.5, 0.5, D).bfloat16() if has_weight else None, numbers
@@ -58,7 +47,7 @@ def norm_arguments(numbers: list[float]) -> tuple[torch.Tensor | None, list[floa
 def check_backwards(precision, context, slot: int, norm=(None, None)):
     """Both backward ops, each after a forward of its own, which it uses up."""
     forward, backward, accumulate, more = ops_for(precision)
-    x, *rest = tensors()
+    x, *rest = operands(T)[:5]
     for utility, op in itertools.product(utilities_for(precision), (backward, accumulate)):
         context.reset()
         with torch.no_grad():
@@ -77,7 +66,7 @@ def test_norms(numbers, precision):
     with context_of(precision) as context:
         forward, *_, more = ops_for(precision)
         for save in (False, True):
-            given = (*tensors(), save, 0, DEPTH, context.name, *more, False, None, *norm)
+            given = (*operands(T)[:5], save, 0, DEPTH, context.name, *more, False, None, *norm)
             torch.library.opcheck(forward, given, test_utils=("test_schema", "test_faketensor"))
         check_backwards(precision, context, 0, norm)
 
@@ -88,7 +77,7 @@ def test_norms(numbers, precision):
 def test_what_stands_for_a_slot(slot, trains, precision):
     with context_of(precision) as context:
         forward, *_, more = ops_for(precision)
-        x, *rest = tensors()
+        x, *rest = operands(T)[:5]
         given = (x.requires_grad_(trains), *rest, True, slot, DEPTH, context.name, *more)
         torch.library.opcheck(forward, given, test_utils=("test_autograd_registration", "test_faketensor"))
         assert bool(context.ranks[0].slot_layers_N.any()) == (slot == SELECTED)

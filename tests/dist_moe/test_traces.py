@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tests.transformer_block import T_MAX, D, E, F, K, assert_equal, config, serving
+from tests.transformer_block import assert_equal, config, operands, serving
 from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,19 +25,6 @@ TRACINGS = pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 
 def context_of(config, **how):
     return create_context(group=None, config=config, device="cpu", backend="reference", **how)
-
-
-def tensors(seed: int = 0) -> list[torch.Tensor]:
-    """x, ids, scores, w13, w2 and the gradient of the output; ids of every call are others."""
-    g = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(T_MAX, D, generator=g).bfloat16(),
-        torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T_MAX)]),
-        torch.rand(T_MAX, K, generator=g),
-        (torch.randn(E, 2 * F, D, generator=g) * D**-0.5).bfloat16(),
-        (torch.randn(E, D, F, generator=g) * F**-0.5).bfloat16(),
-        torch.randn(T_MAX, D, generator=g).bfloat16(),
-    ]
 
 
 def training_step(context, options=None):
@@ -66,11 +53,11 @@ def ops_of(graph) -> list[str]:
 def test_a_traced_training_step_has_the_eager_bits(precision, tracing):
     with context_of(config(block_scaled=precision)) as context:
         step = training_step(context)
-        graph = make_fx(step, tracing_mode=tracing)(*tensors())
+        graph = make_fx(step, tracing_mode=tracing)(*operands())
         name = "bf16" if precision is None else "block_scaled"
         assert ops_of(graph) == [f"{name}_forward", f"{name}_backward"]
         for seed in range(3):
-            assert_equal(graph(*tensors(seed)), step(*tensors(seed)))
+            assert_equal(graph(*operands(seed=seed)), step(*operands(seed=seed)))
         assert not context.ranks[0].slot_layers_N.any()
 
 
@@ -80,23 +67,23 @@ def test_a_traced_training_step_has_the_eager_bits(precision, tracing):
 def test_a_traced_evaluation_has_the_eager_bits(how, precision, tracing):
     with context_of(how(block_scaled=precision)) as context:
         serve = inference(context)
-        graph = make_fx(serve, tracing_mode=tracing)(*tensors())
+        graph = make_fx(serve, tracing_mode=tracing)(*operands())
         assert ops_of(graph) == ["bf16_forward" if precision is None else "block_scaled_forward"]
         (node,) = (n for n in graph.graph.nodes if "dist_moe" in str(n.target))
         assert node.args[5] is False  # nothing is saved
         for seed in range(3):
-            assert_equal(graph(*tensors(seed)), serve(*tensors(seed)))
+            assert_equal(graph(*operands(seed=seed)), serve(*operands(seed=seed)))
 
 
 @pytest.mark.parametrize("precision", [MXFP8, NVFP4], ids=lambda how: how.format)
 def test_a_traced_call_of_prepared_weights_has_the_eager_bits(precision):
     with context_of(serving(block_scaled=precision)) as context:
-        prepared = [prepare_block_scaled_weight(w, precision, inference=True) for w in tensors()[3:5]]
+        prepared = [prepare_block_scaled_weight(w, precision, inference=True) for w in operands()[3:5]]
         serve = lambda x, ids, scores: inference(context)(x, ids, scores, *prepared, None)  # noqa: E731
-        graph = make_fx(serve)(*tensors()[:3])
+        graph = make_fx(serve)(*operands()[:3])
         assert ops_of(graph) == ["block_scaled_forward"]
         for seed in range(3):
-            assert_equal(graph(*tensors(seed)[:3]), serve(*tensors(seed)[:3]))
+            assert_equal(graph(*operands(seed=seed)[:3]), serve(*operands(seed=seed)[:3]))
 
 
 @TRACINGS
@@ -110,12 +97,12 @@ def test_a_traced_step_with_a_norm_counts_into_the_tensor_of_the_caller(tracing)
             )
             return training_step(context, options)(*given)
 
-        graph = make_fx(step, tracing_mode=tracing)(torch.zeros(3), *tensors())
+        graph = make_fx(step, tracing_mode=tracing)(torch.zeros(3), *operands())
         assert ops_of(graph) == ["bf16_forward", "bf16_backward"]
         assert sum(n.target == torch.ops.aten.copy_.default for n in graph.graph.nodes) == 1
         for seed in range(2):
             found, wanted = torch.zeros(3), torch.zeros(3)
-            assert_equal(graph(found, *tensors(seed)), step(wanted, *tensors(seed)))
+            assert_equal(graph(found, *operands(seed=seed)), step(wanted, *operands(seed=seed)))
             assert torch.equal(found, wanted) and found[0] > 0
 
 
@@ -142,8 +129,8 @@ def test_graphs_of_training_accumulation_and_inference_on_one_context_run_in_any
         }
 
         def given(name, seed):
-            grads = [torch.full_like(w, 0.5) for w in tensors(seed)[3:5]] if name == "accumulate" else []
-            return [*tensors(seed), *grads]
+            grads = [torch.full_like(w, 0.5) for w in operands(seed=seed)[3:5]] if name == "accumulate" else []
+            return [*operands(seed=seed), *grads]
 
         graphs = {name: make_fx(function)(*given(name, 0)) for name, function in functions.items()}
         context.reset()
@@ -185,9 +172,9 @@ def test_fakes_of_every_op_have_the_shapes_of_the_real_thing(precision):
             return [*found, *accumulate(*given, torch.zeros_like(w13), None, True, False, 0, context.name)]
 
         with torch.no_grad():
-            real = run(*tensors())
+            real = run(*operands())
             with FakeTensorMode() as mode:
-                fake = run(*map(mode.from_tensor, tensors()))
+                fake = run(*map(mode.from_tensor, operands()))
         for a, b in zip(real, fake, strict=True):
             assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
@@ -202,7 +189,7 @@ def test_ops_are_ordered_and_change_nothing_that_their_schemas_do_not_say(precis
             "accumulator_grad_w13",
             "accumulator_grad_w2",
         ]
-        x, ids, scores, w13, w2, grad = tensors()
+        x, ids, scores, w13, w2, grad = operands()
 
         def unchanged(op, *given):
             flat = [t for part in given for t in (part if isinstance(part, list) else [part])]
@@ -230,7 +217,7 @@ def test_ops_are_ordered_and_change_nothing_that_their_schemas_do_not_say(precis
 
 def test_a_second_derivative_is_refused_by_name():
     with context_of(config()) as context:
-        x, ids, scores, w13, w2, grad = tensors()
+        x, ids, scores, w13, w2, grad = operands()
         x.requires_grad_()
         out_TD = routed_experts(x, ids, scores, w13, w2, context)
         (grad_x,) = torch.autograd.grad(out_TD, x, grad.requires_grad_(), create_graph=True)

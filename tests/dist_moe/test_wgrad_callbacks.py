@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from tests.path_cases import expand_columns
+from tests.transformer_block import inferred
 from tests.wgrad_layer import (
     BF16,
     FP32,
@@ -40,11 +41,6 @@ def context(request, monkeypatch):
 def fast():
     with context_of() as context:
         yield context
-
-
-def inferred(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
 
 
 class Buffers:

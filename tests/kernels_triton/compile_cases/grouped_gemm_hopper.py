@@ -3,16 +3,9 @@
 import torch
 from tests.compile_check import Case
 
+from dist_moe.kernels_triton._fitted import BOX, MAIN, STEP
 from dist_moe.kernels_triton._hopper import shared_layout
-from dist_moe.kernels_triton.grouped_gemm_hopper import (
-    BOX,
-    CONFIG,
-    GROUP_M,
-    MAIN,
-    STEP,
-    W13_BOX,
-    weights_box,
-)
+from dist_moe.kernels_triton.grouped_gemm_hopper import CONFIG, GROUP_M, W13_BOX, weights_box
 
 
 def desc(*block: int) -> str:
