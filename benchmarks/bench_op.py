@@ -11,8 +11,9 @@ reference op on the inputs that are then timed; on a GPU what is timed is a repl
 
 What does two things at once stands beside them, in the same rounds. rmsnorm_reduce: torch.nn.functional.rms_norm on the
 rows of all routes and then our per-route reduce ("torch"), that reduce alone ("... plain"), and the fused op where it
-also keeps the rows for a backward ("... keep"). wgrad_..._accumulate, which adds to an FP32 gradient: the product alone
-("... bfloat16", "... float32", by what it writes), and torch._grouped_mm with an addition in a second pass ("torch").
+also keeps the rows for a backward ("... keep"; "torch keep" copies them first, as a callable would get them).
+wgrad_..._accumulate, which adds to an FP32 gradient: the product alone ("... bfloat16", "... float32", by what it
+writes), and torch._grouped_mm with an addition in a second pass ("torch").
 """
 
 import functools
@@ -70,7 +71,7 @@ def checked(case: OpCase, functions: dict[str, Callable]) -> dict[str, float]:
         )
     if case.torch is not None:
         case.setup()
-        ((name, ref, bar),) = wanted
+        name, ref, bar = wanted[0]
         worst["torch"] = require(f"torch {name}", case.torch(), ref, bar)
     case.setup()
     return worst

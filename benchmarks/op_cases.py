@@ -43,7 +43,7 @@ class OpCase:
     setup: Callable[[], object]  # sets the inputs, and the outputs to something stale
     work: Work
     in_place: bool = False  # needs setup before every run
-    torch: Callable[[], Tensor] | None = None  # the same by torch
+    torch: Callable[[], Tensor] | None = None  # the same by torch: the first of the outputs
     beside: tuple["OpCase", ...] = ()  # timed in the same rounds, as methods "BACKEND NAME"
     more: dict = field(default_factory=dict)  # fields of its rows
 
@@ -173,13 +173,16 @@ class NormOps:
 
         best_reduce = registry.function(registry.choose("reduce", registry.call_of(self._device, None))[0])
 
-        def unfused() -> Tensor:
-            plain(best_reduce, functional.rms_norm(rows, rows.shape[2:], None, self._norm.eps))
+        def unfused(of: Tensor = rows) -> Tensor:
+            plain(best_reduce, functional.rms_norm(of, rows.shape[2:], None, self._norm.eps))
             return out
+
+        def unfused_keeping() -> Tensor:
+            return unfused(kept.copy_(rows))
 
         keeping = {"out": out, "kept": kept, "rstd": rstd.view(1, -1)}
         beside = (
-            self._case("keep", "rmsnorm_reduce", partial(fused, kept, rstd), keeping),
+            self._case("keep", "rmsnorm_reduce", partial(fused, kept, rstd), keeping, torch=unfused_keeping),
             self._case("plain", "reduce", plain, {"out": out}),
         )
         run = partial(fused, None, None)

@@ -180,14 +180,16 @@ def norm_tables(rows: list[Row]) -> list[str]:
             for method in (name for name in by if name != "torch" and " " not in name):
                 fused, keep, plain = (by[method + end] for end in ("", " keep", " plain"))
                 faster, moved = by["torch"]["us"] / fused["us"], fused["hbm_bytes"] / plain["hbm_bytes"]
+                kept = by.get("torch keep")  # older runs have none
                 lines.append(
                     [f"{shape}, {method}", _ms(fused["us"]), _ms(by["torch"]["us"]), f"{faster:.2f}"]
                     + [f"{moved:.2f}", "met" if faster >= NORM_SPEED_BAR and moved <= NORM_BYTES_BAR else "missed"]
                     + [_ms(plain["us"]), f"{fused['us'] / plain['us']:.2f}"]
                     + [_ms(keep["us"]), f"{keep['hbm_bytes'] / plain['hbm_bytes']:.2f}"]
+                    + [f"{kept['us'] / keep['us']:.2f}" if kept else ""]
                 )
         header = ["model", "fused, ms", "F.rms_norm + reduce", "times as fast", "bytes / plain", "bars"]
-        header += ["plain reduce, ms", "fused / plain", "keeping rows, ms", "bytes / plain"]
+        header += ["plain reduce, ms", "fused / plain", "keeping rows, ms", "bytes / plain", "times as fast"]
         title = f"RMSNorm and weighted sum, T={T} a rank of {W}, {routing}; bars: at least {NORM_SPEED_BAR:g} times "
         title += f"as fast, at most {NORM_BYTES_BAR:g} of the bytes"
         texts.append(f"{title}\n{where(group[-1])}\n\n{table(header, lines)}")
