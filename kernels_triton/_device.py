@@ -29,6 +29,7 @@ _RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
 _THROUGH_BF16 = tl.constexpr(
     "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
 )
+_PROXY_FENCE = tl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 _AWAIT_PREVIOUS = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 LEAVE_CLOCK = tl.constexpr("")  # leave_clock of a buffer that _clocks has made before any launch
 
@@ -87,6 +88,22 @@ def poll_lanes(flag_ptrs):
     """The same of a tensor of addresses, which Triton would add to. A barrier stands between it and what it orders."""
     addresses = flag_ptrs.to(tl.int64)
     return tl.inline_asm_elementwise(_POLL, "=l,l", [addresses], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def count_done(counter_ptr):
+    """Count, in an int32 of this device, an item whose stores await_count makes visible to who waits for it."""
+    tl.debug_barrier()  # the counting thread is one of many: the others' stores must come first
+    tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def await_count(counter_ptr, needed):
+    """Wait until so many have counted themselves; what they stored may be read, by TMA too, whose accesses are ordered
+    with those of threads by a fence alone. Only for items of lower tickets of a launch, all of which somebody has."""
+    while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < needed:
+        pass
+    tl.inline_asm_elementwise(_PROXY_FENCE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -208,3 +225,4 @@ if is_interpreting():
     register_asm(_RECIPROCAL.value, _divide_one)
     register_asm(_THROUGH_BF16.value, lambda v: decode(encode(v, tl.bfloat16), tl.bfloat16))
     register_asm(_AWAIT_PREVIOUS.value, interpreted_nothing)
+    register_asm(_PROXY_FENCE.value, interpreted_nothing)

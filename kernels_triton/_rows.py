@@ -56,15 +56,15 @@ def pick_row_tile(hidden_dim: int, most_rows: int | None = None, programs: int =
 
 def few_rows(device: torch.device, most_rows: int, num_sms: int | None) -> dict[str, int]:
     """What pick_row_tile takes of a grid that row_grid makes of its tile."""
-    return {"most_rows": most_rows, "programs": _programs(device, PROGRAMS_PER_SM, num_sms)}
+    return {"most_rows": most_rows, "programs": row_programs(device, PROGRAMS_PER_SM, num_sms)}
 
 
 def row_grid(device: torch.device, tile: RowTile, num_sms: int | None = None) -> tuple[int]:
     """Programs of a persistent grid; a limit on SMs holds for programs."""
-    return (_programs(device, tile.programs_per_sm, num_sms),)
+    return (row_programs(device, tile.programs_per_sm, num_sms),)
 
 
-def _programs(device: torch.device, per_sm: int, num_sms: int | None) -> int:
+def row_programs(device: torch.device, per_sm: int, num_sms: int | None) -> int:
     return num_programs(device, num_sms) * (1 if num_sms is not None or is_interpreting() else per_sm)
 
 
@@ -115,6 +115,22 @@ def column_shares(num_turns, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     idle = tl.num_programs(0) // tl.maximum(num_turns, 1)
     chunks = tl.cdiv(NUM_CHUNKS, tl.minimum(tl.maximum(idle, 1), NUM_CHUNKS))
     return tl.cdiv(NUM_CHUNKS, chunks), chunks * BLOCK_D
+
+
+@triton.jit
+def row_items(num_rows, sources, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What an item of a launch that moves rows, or pairs, is read from: blocks of ROWS rows, parts of them (num_parts),
+    items that share the columns of a block, and columns of each. Item i is share i % shares of turn i // shares."""
+    num_blocks = tl.cdiv(num_rows, ROWS)
+    parts = num_parts(num_blocks, sources)
+    shares, columns = column_shares(parts * tl.cdiv(num_blocks, parts), WIDTH, BLOCK_D)
+    return num_blocks, parts, shares, columns
+
+
+@triton.jit
+def num_row_items(num_blocks, parts, shares):
+    """Example: 5 blocks in 2 parts by 3 shares are 18 items, of which 3 have no block."""
+    return parts * tl.cdiv(num_blocks, parts) * shares
 
 
 @triton.jit

@@ -24,20 +24,21 @@ from ._device import begin, delay, is_last
 from ._fault import tell_host
 from ._launch import launched
 from ._rows import (
+    PROGRAMS_PER_SM,
     RowTile,
     column_shares,
     column_window,
     few_rows,
-    num_parts,
+    num_row_items,
     pair_block,
     peer_pointers,
     pick_row_tile,
     row_grid,
+    row_items,
+    row_programs,
     spread,
 )
 from .barrier import ending, send_when_last, wait_for_all
-
-TOGETHER = tl.constexpr(3)  # rows of a token that are loaded together
 
 
 @launched
@@ -79,11 +80,8 @@ def _combine_routes(
     num_rows = tl.where(runs, tl.load(num_rows_ptr), 0)
     start = tl.load(start_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    num_blocks = tl.cdiv(num_rows, ROWS)
-    parts = num_parts(num_blocks, sources)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+    num_blocks, parts, shares, columns = row_items(num_rows, sources, WIDTH, ROWS, BLOCK_D)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         block = spread(item // shares, num_blocks, parts)
         first_d = item % shares * columns
         delay(item)
@@ -105,6 +103,78 @@ def _combine_routes(
             tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
     if signals_table_ptr is not None:
         send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
+
+
+@triton.jit
+def push_pairs(
+    item,
+    num_pairs,
+    num_routes,
+    num_blocks,  # this and the next three: of row_items
+    parts,
+    shares,
+    columns,
+    outputs_table_ptr,
+    score_grads_table_ptr,
+    row_score_grads_ptr,
+    row_scores_ptr,
+    row_to_slot_ptr,
+    pair_rows_ptr,
+    pair_start_ptr,
+    pair_output_ptr,
+    rows_ptr,
+    start,
+    num_slots,
+    num_outputs,
+    first_column,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One item of _combine_pairs, which says what the arguments are."""
+    offs_d = tl.arange(0, BLOCK_D)
+    block = spread(item // shares, num_blocks, parts)
+    first_d = item % shares * columns
+    pair = block * PAIRS + tl.arange(0, PAIRS)
+    in_use = pair < num_pairs
+    first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
+    most = tl.max(count, axis=0)
+    output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+    src = output // num_outputs
+    own_output = (output - src * num_outputs).to(tl.int64)
+    if score_grads_table_ptr is not None:
+        for i in range(most):
+            here = (i < count) & (first_d == 0)
+            row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
+            own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * num_slots
+            grad = tl.load(row_score_grads_ptr + row, mask=here, other=0.0)
+            tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, here, tl.float32, 4), grad, mask=here)
+    out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D + first_column, in_use, tl.bfloat16, 16)
+    for d in range(first_d, tl.minimum(first_d + columns, WIDTH), BLOCK_D):
+        mask_d = (d + offs_d < WIDTH)[None, :]
+        acc = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
+        for i in range(0, most, UNROLL):
+            rows = ()
+            for j in tl.static_range(UNROLL):
+                rows += (tl.load(pair_rows_ptr + first + i + j, mask=i + j < count, other=0),)
+            terms = ()
+            scores = ()
+            for j in tl.static_range(UNROLL):
+                here = i + j < count
+                row_ptrs = rows_ptr + (start + rows[j]) * PITCH
+                mask = here[:, None] & mask_d
+                terms += (tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0),)
+                if row_scores_ptr is not None:
+                    scores += (tl.load(row_scores_ptr + rows[j], mask=here, other=0.0),)
+            for j in tl.static_range(UNROLL):
+                term = terms[j].to(tl.float32)
+                if row_scores_ptr is not None:
+                    term = scores[j][:, None] * term
+                acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
+        tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
 
 
 @launched
@@ -153,52 +223,14 @@ def _combine_pairs(
     num_pairs = tl.where(runs, tl.load(num_pairs_ptr), 0)
     num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
-    offs_d = tl.arange(0, BLOCK_D)
-    num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, SOURCES)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
-        block = spread(item // shares, num_blocks, parts)
-        first_d = item % shares * columns
+    num_blocks, parts, shares, columns = row_items(num_pairs, SOURCES, WIDTH, PAIRS, BLOCK_D)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         delay(item)
-        pair = block * PAIRS + tl.arange(0, PAIRS)
-        in_use = pair < num_pairs
-        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
-        most = tl.max(count, axis=0)
-        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
-        src = output // num_outputs
-        own_output = (output - src * num_outputs).to(tl.int64)
-        if score_grads_table_ptr is not None:
-            for i in range(most):
-                here = (i < count) & (first_d == 0)
-                row = tl.load(pair_rows_ptr + first + i, mask=here, other=0)
-                own_slot = tl.load(row_to_slot_ptr + row, mask=here, other=0) - src * num_slots
-                grad = tl.load(row_score_grads_ptr + row, mask=here, other=0.0)
-                tl.store(peer_pointers(score_grads_table_ptr, src, own_slot, here, tl.float32, 4), grad, mask=here)
-        out_ptrs = peer_pointers(outputs_table_ptr, src, own_output * D + first_column, in_use, tl.bfloat16, 16)
-        for d in range(first_d, tl.minimum(first_d + columns, WIDTH), BLOCK_D):
-            mask_d = (d + offs_d < WIDTH)[None, :]
-            acc = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
-            for i in range(0, most, UNROLL):
-                rows = ()
-                for j in tl.static_range(UNROLL):
-                    rows += (tl.load(pair_rows_ptr + first + i + j, mask=i + j < count, other=0),)
-                terms = ()
-                scores = ()
-                for j in tl.static_range(UNROLL):
-                    here = i + j < count
-                    row_ptrs = rows_ptr + (start + rows[j]) * PITCH
-                    mask = here[:, None] & mask_d
-                    terms += (tl.load(row_ptrs[:, None] + (d + offs_d)[None, :], mask=mask, other=0.0),)
-                    if row_scores_ptr is not None:
-                        scores += (tl.load(row_scores_ptr + rows[j], mask=here, other=0.0),)
-                for j in tl.static_range(UNROLL):
-                    term = terms[j].to(tl.float32)
-                    if row_scores_ptr is not None:
-                        term = scores[j][:, None] * term
-                    acc += term  # a pair with fewer rows adds +0.0, which changes no bit: acc is never -0.0
-            tl.store(out_ptrs[:, None] + (d + offs_d)[None, :], acc.to(tl.bfloat16), mask=in_use[:, None] & mask_d)
+        push_pairs(
+            item, num_pairs, num_routes, num_blocks, parts, shares, columns, outputs_table_ptr, score_grads_table_ptr,
+            row_score_grads_ptr, row_scores_ptr, row_to_slot_ptr, pair_rows_ptr, pair_start_ptr, pair_output_ptr,
+            rows_ptr, start, num_slots, num_outputs, first_column, D, WIDTH, PITCH, PAIRS, BLOCK_D, UNROLL,
+        )  # fmt: skip
     if signals_table_ptr is not None:
         send_when_last(signals_table_ptr, sent_ptr, header_ptr, fault_ptr, finished_ptr, rank, W, STAGE, BLOCK_W)
 
@@ -220,6 +252,7 @@ def sum_tokens(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TOGETHER: tl.constexpr,  # rows of a token that are loaded together
 ):
     """Tokens one by one: program p takes the items p, p + programs, ..., shares of blocks of TOKENS tokens.
 
@@ -287,6 +320,7 @@ def _reduce(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """A persistent grid; program 0 also tells the host of a fault."""
     begin()
@@ -297,7 +331,8 @@ def _reduce(
     elif (not runs) & (tl.program_id(0) == 0):
         tell_host(stop_ptr, host_fault_ptr)
     sum_tokens(
-        out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+        out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D,
+        TOGETHER,
     )  # fmt: skip
 
 
@@ -325,6 +360,7 @@ def _wait_reduce(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STAGE: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -337,7 +373,8 @@ def _wait_reduce(
     runs = wait_for_all(signals_ptr, sent_ptr, fault_ptr, timeout_ns, num_ranks, STAGE, LANES)
     if runs:
         sum_tokens(
-            out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D
+            out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D,
+        TOGETHER,
         )  # fmt: skip
     if is_last(finished_ptr):
         has_fault = tl.load(fault_ptr) != 0
@@ -453,7 +490,8 @@ def reduce(
     """
     if out_TD.shape[0] == 0 and host_fault_F is None:
         return
-    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
+    few = few_rows(out_TD.device, len(outputs.own), num_sms)
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts, few)
     stop = stop_1 if host_fault_F is None else fault_F
     grid = row_grid(out_TD.device, tile, num_sms)
     _reduce[grid](*tensors, stop, host_fault_F, *sizes, **options, **tile.options, enable_fp_fusion=False)
@@ -468,23 +506,29 @@ def wait_reduce(
     Order:   after this rank's signal COMBINED.
     Source:  reference.wait_reduce.
     """
-    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts)
-    (num_items,) = row_grid(out_TD.device, tile, num_sms)
+    num_programs = min(row_programs(out_TD.device, PROGRAMS_PER_SM, num_sms), MOST_WAITING_PROGRAMS)
+    few = {"most_rows": len(outputs.own), "programs": num_programs}
+    tensors, sizes, options, tile = _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts, few)
     waiting = {"STAGE": after.stage, "LANES": 32 * tile.num_warps}
-    _wait_reduce[(min(num_items, MOST_WAITING_PROGRAMS),)](
+    _wait_reduce[(num_programs,)](
         *tensors, fault_F, host_fault_F, after.signals.own, after.sent_S, finished_1, *sizes, after.timeout_ns,
         len(outputs.peers), **options, **waiting, num_warps=tile.num_warps, maxnreg=255, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts) -> tuple[tuple, tuple, dict, RowTile]:
-    """What sum_tokens takes: tensors, numbers and constexprs, and its tile."""
+def rows_together(tile: RowTile) -> int:
+    """Of a token, that are loaded together: eight of a small tile have registers."""
+    return 3 if tile.rows * tile.block_d > 32 * 8 * tile.num_warps else 8
+
+
+def _sum_arguments(out_TD, outputs, ids, scores, dedup, num_experts, few) -> tuple[tuple, tuple, dict, RowTile]:
+    """What sum_tokens takes: tensors, numbers and constexprs, and its tile. few: of pick_row_tile, for few tokens."""
     T, D = out_TD.shape
     assert D % 32 == 0 and out_TD.stride(1) == 1
     W, K, J = len(outputs.peers), ids.own.shape[1], outputs.own.shape[1]
-    tile = pick_row_tile(D)
+    tile = pick_row_tile(D, **few)
     options = {"W": W if dedup else 0, "L": num_experts // W, "K": K, "K2": next_power_of_2(K), "J": J, "D": D}
-    options |= {"TOKENS": tile.rows, "BLOCK_D": tile.block_d}
+    options |= {"TOKENS": tile.rows, "BLOCK_D": tile.block_d, "TOGETHER": rows_together(tile)}
     tensors = (out_TD, outputs.own, ids.own, None if scores is None or dedup else scores.own)
     return tensors, (T, out_TD.stride(0)), options, tile
 

@@ -19,16 +19,16 @@ from dist_moe.shapes import next_power_of_2
 from ._device import begin, delay
 from ._launch import launched
 from ._rows import (
-    column_shares,
     column_window,
     few_rows,
-    num_parts,
+    num_row_items,
     pair_block,
     pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
     row_grid,
+    row_items,
     spread,
 )
 
@@ -39,6 +39,119 @@ NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
 def _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D: tl.constexpr):
     d = first_d + tl.arange(0, BLOCK_D)
     return tl.load(x_ptrs[:, None] + d[None, :], mask=in_use[:, None] & (d < end_d)[None, :], other=0.0)
+
+
+@triton.jit
+def pull_rows(
+    item,
+    num_rows,
+    num_blocks,  # this and the next three: of row_items
+    parts,
+    shares,
+    columns,
+    tokens_table_ptr,
+    scores_table_ptr,
+    row_to_slot_ptr,
+    rows_ptr,
+    start,
+    row_scores_ptr,
+    T_max,
+    first_column,
+    HALF: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One item of _dispatch_routes, which says what the arguments are."""
+    offs_d = tl.arange(0, BLOCK_D)
+    block = spread(item // shares, num_blocks, parts)
+    first_d = item % shares * columns
+    end_d = tl.minimum(first_d + columns, WIDTH)
+    row = block * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
+    in_use = slot >= 0
+    src = slot // (T_max * K)
+    own_slot = slot - src * (T_max * K)
+    score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, in_use, tl.float32, 4)
+    score = tl.load(score_ptrs, mask=in_use, other=0.0)
+    token = HALF * T_max + own_slot // K
+    x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
+    x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
+    tl.store(row_scores_ptr + row, score, mask=in_use & (first_d == 0))
+    dead = in_use & (score.to(tl.int32, bitcast=True) == NEGATIVE_ZERO)
+    row_ptrs = rows_ptr + (start + row) * PITCH
+    for d in range(first_d, end_d, BLOCK_D):
+        next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
+        if HALF == 0:
+            x = tl.where(dead[:, None], 0.0, x)
+        tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & (d + offs_d < end_d)[None, :])
+        x = next_x
+
+
+@triton.jit
+def pull_pairs(
+    item,
+    num_pairs,
+    num_routes,
+    num_blocks,  # this and the next three: of row_items
+    parts,
+    shares,
+    columns,
+    tokens_table_ptr,
+    scores_table_ptr,
+    row_to_slot_ptr,
+    pair_rows_ptr,
+    pair_start_ptr,
+    pair_output_ptr,
+    rows_ptr,
+    start,
+    row_scores_ptr,
+    T_max,
+    first_column,
+    HALF: tl.constexpr,
+    K: tl.constexpr,
+    K2: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One item of _dispatch_pairs, which says what the arguments are."""
+    offs_d = tl.arange(0, BLOCK_D)
+    block = spread(item // shares, num_blocks, parts)
+    first_d = item % shares * columns
+    end_d = tl.minimum(first_d + columns, WIDTH)
+    pair = block * PAIRS + tl.arange(0, PAIRS)
+    in_use = pair < num_pairs
+    first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
+    most = tl.max(count, axis=0)
+    output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+    src = output // (T_max * J)
+    token = HALF * T_max + (output - src * (T_max * J)) // J
+    x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
+    x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
+    pull_pair_scores(first, count, src, T_max * K, pair_rows_ptr, row_to_slot_ptr, scores_table_ptr, row_scores_ptr, K2)
+    for d in range(first_d, end_d, BLOCK_D):
+        mask_d = (d + offs_d < end_d)[None, :]
+        next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
+        for i in range(0, most, UNROLL):
+            rows, scores = pair_rows_and_scores(
+                first, count, i, pair_rows_ptr, row_scores_ptr if HALF == 0 else None, UNROLL
+            )
+            for j in tl.static_range(UNROLL):
+                value = x
+                if HALF == 0:
+                    value = tl.where((scores[j].to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
+                row_ptrs = rows_ptr + (start + rows[j]) * PITCH
+                mask = (i + j < count)[:, None] & mask_d
+                tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
+        x = next_x
 
 
 @launched
@@ -73,35 +186,13 @@ def _dispatch_routes(
         return
     num_rows = tl.load(num_rows_ptr)
     start = tl.load(start_ptr)
-    offs_d = tl.arange(0, BLOCK_D)
-    num_blocks = tl.cdiv(num_rows, ROWS)
-    parts = num_parts(num_blocks, sources)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
-        block = spread(item // shares, num_blocks, parts)
-        first_d = item % shares * columns
-        end_d = tl.minimum(first_d + columns, WIDTH)
+    num_blocks, parts, shares, columns = row_items(num_rows, sources, WIDTH, ROWS, BLOCK_D)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         delay(item)
-        row = block * ROWS + tl.arange(0, ROWS)
-        slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
-        in_use = slot >= 0
-        src = slot // (T_max * K)
-        own_slot = slot - src * (T_max * K)
-        score_ptrs = peer_pointers(scores_table_ptr, src, own_slot, in_use, tl.float32, 4)
-        score = tl.load(score_ptrs, mask=in_use, other=0.0)
-        token = HALF * T_max + own_slot // K
-        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
-        x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
-        tl.store(row_scores_ptr + row, score, mask=in_use & (first_d == 0))
-        dead = in_use & (score.to(tl.int32, bitcast=True) == NEGATIVE_ZERO)
-        row_ptrs = rows_ptr + (start + row) * PITCH
-        for d in range(first_d, end_d, BLOCK_D):
-            next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
-            if HALF == 0:
-                x = tl.where(dead[:, None], 0.0, x)
-            tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], x, mask=in_use[:, None] & (d + offs_d < end_d)[None, :])
-            x = next_x
+        pull_rows(
+            item, num_rows, num_blocks, parts, shares, columns, tokens_table_ptr, scores_table_ptr, row_to_slot_ptr,
+            rows_ptr, start, row_scores_ptr, T_max, first_column, HALF, K, D, WIDTH, PITCH, ROWS, BLOCK_D,
+        )  # fmt: skip
 
 
 @launched
@@ -144,43 +235,14 @@ def _dispatch_pairs(
     num_pairs = tl.load(num_pairs_ptr)
     num_routes = tl.load(num_routes_ptr)
     start = tl.load(start_ptr)
-    offs_d = tl.arange(0, BLOCK_D)
-    num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, W)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, columns = column_shares(num_turns, WIDTH, BLOCK_D)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
-        block = spread(item // shares, num_blocks, parts)
-        first_d = item % shares * columns
-        end_d = tl.minimum(first_d + columns, WIDTH)
+    num_blocks, parts, shares, columns = row_items(num_pairs, W, WIDTH, PAIRS, BLOCK_D)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         delay(item)
-        pair = block * PAIRS + tl.arange(0, PAIRS)
-        in_use = pair < num_pairs
-        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
-        most = tl.max(count, axis=0)
-        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
-        src = output // (T_max * J)
-        token = HALF * T_max + (output - src * (T_max * J)) // J
-        x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)
-        x = _load_x(x_ptrs, in_use, first_d, end_d, BLOCK_D)
-        pull_pair_scores(
-            first, count, src, T_max * K, pair_rows_ptr, row_to_slot_ptr, scores_table_ptr, row_scores_ptr, K2
-        )
-        for d in range(first_d, end_d, BLOCK_D):
-            mask_d = (d + offs_d < end_d)[None, :]
-            next_x = _load_x(x_ptrs, in_use, d + BLOCK_D, end_d, BLOCK_D)
-            for i in range(0, most, UNROLL):
-                rows, scores = pair_rows_and_scores(
-                    first, count, i, pair_rows_ptr, row_scores_ptr if HALF == 0 else None, UNROLL
-                )
-                for j in tl.static_range(UNROLL):
-                    value = x
-                    if HALF == 0:
-                        value = tl.where((scores[j].to(tl.int32, bitcast=True) != NEGATIVE_ZERO)[:, None], x, 0.0)
-                    row_ptrs = rows_ptr + (start + rows[j]) * PITCH
-                    mask = (i + j < count)[:, None] & mask_d
-                    tl.store(row_ptrs[:, None] + (d + offs_d)[None, :], value, mask=mask)
-            x = next_x
+        pull_pairs(
+            item, num_pairs, num_routes, num_blocks, parts, shares, columns, tokens_table_ptr, scores_table_ptr,
+            row_to_slot_ptr, pair_rows_ptr, pair_start_ptr, pair_output_ptr, rows_ptr, start, row_scores_ptr, T_max,
+            first_column, HALF, K, K2, J, D, WIDTH, PITCH, PAIRS, BLOCK_D, UNROLL,
+        )  # fmt: skip
 
 
 def dispatch(plan, *, tokens, half, scores, dedup, rows_XD, start_1, row_scores_R, stop_1, columns=None, num_sms=None):

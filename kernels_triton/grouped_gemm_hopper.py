@@ -389,7 +389,7 @@ def grouped_gemm_swiglu(
 
     The path takes it where h1 is not kept (calls.Path.fuses_swiglu).
     """
-    L, N, D = check_swiglu(x_XD, w13_L2FD, h1_X2F, h2_XF)
+    L, N, D = check_swiglu("grouped_gemm_swiglu", x_XD, w13_L2FD, h2_XF, h1_X2F)
     F = N // 2
     config = config or CONFIG
     w13 = w13_L2FD.view(L, 2, F // 8, 8, D).transpose(1, 2)

@@ -120,12 +120,13 @@ def _grouped_gemm_swiglu(
         _activate(h1_ptr, h2_ptr, gate, up, row, col, row_end, F, alpha, limit, KEEP_H1, CLAMPED)
 
 
-def check_swiglu(x_XD, w13_L2FD, h1_X2F, h2_XF) -> tuple[int, int, int]:
-    """The shape of w13, of operands that every implementation takes."""
-    op = "grouped_gemm_swiglu"
+def check_swiglu(op: str, x_XD, w13_L2FD, h2_XF, h1_X2F=None) -> tuple[int, int, int]:
+    """The shape of w13, of operands that every implementation takes, h1 if it may be kept."""
     check_weight(op, "w13_L2FD", w13_L2FD)
     _, N, D = w13_L2FD.shape
-    for name, rows, width in (("x_XD", x_XD, D), ("h1_X2F", h1_X2F, N), ("h2_XF", h2_XF, N // 2)):
+    if h1_X2F is not None:
+        check_rows(op, "h1_X2F", h1_X2F, N)
+    for name, rows, width in (("x_XD", x_XD, D), ("h2_XF", h2_XF, N // 2)):
         check_rows(op, name, rows, width)
     if N % 64:
         raise ValueError(f"{op}: F must be a multiple of 32, got {N // 2}")
@@ -158,7 +159,7 @@ def grouped_gemm_swiglu(
     Raises:  ValueError for other dtypes, layouts or widths.
     Source:  reference.grouped_gemm_swiglu.
     """
-    L, N, D = check_swiglu(x_XD, w13_L2FD, h1_X2F, h2_XF)
+    L, N, D = check_swiglu("grouped_gemm_swiglu", x_XD, w13_L2FD, h2_XF, h1_X2F)
     F = N // 2
     config = config or pick_config("forward", N, D, rows_per_expert)
     block_f = config.block_n // 2

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dist_moe import create_context
+from dist_moe import Config, Context, create_context, routed_experts
 from dist_moe.kernels_triton import _device
 from dist_moe.kernels_triton._device import clock_ns, delay
-from dist_moe.planner import dedup
+from dist_moe.path_oracle import FORWARD_ONLY, forward_only, on_device
+from dist_moe.planner import dedup, mega
 from dist_moe.symm import World
 from dist_moe.virtual import RankInputs, RankResults, run_virtual
 
@@ -38,61 +39,73 @@ def run(W: int, fn, *args, delay_ns: int, device: str) -> list:
 # ---- the path
 
 
+DECODE = "decode"
 KERNELS = {"cpu": "triton", "cuda": None}  # on a GPU those that are chosen there
 
 
 def cases(W: int, device: str) -> list[Case]:
-    """Both schemes; rows that are saved, and rows that are recomputed from x."""
+    """Both schemes; rows that are saved, and rows that are recomputed from x; experts in one launch."""
     shape = {"T": 4, "D": 32, "F": 32} if device == "cpu" else {"T": 500, "D": 512, "F": 128}
     return [
         Case("per route", W=W, K=2, E=4 * W, **shape),
         Case("de-duplicated recomputed", W=W, K=2 * W, E=4 * W, slot_factor=None, **shape),
+        Case(DECODE, W=W, K=2 * W, E=16 * W, **shape | {"T": 4}),
     ]
 
 
-def to(device: str, record):
-    return type(record)(*(tensor.detach().to(device) for tensor in vars(record).values()))
+def config_of(case: Case) -> Config:
+    return case.config(**FORWARD_ONLY if case.note == DECODE else {})
 
 
 def inputs_of(case: Case, device: str) -> list[list[RankInputs]]:
     """Several sets of every rank's inputs."""
     sets = [replace(case, routing=name, seed=seed).inputs() for seed, name in enumerate(ROUTINGS[device])]
-    return [[to(device, inputs) for inputs in by_rank] for by_rank in sets]
+    if case.note == DECODE:
+        sets = [forward_only(one) for one in sets]
+    return [[on_device(inputs, device) for inputs in by_rank] for by_rank in sets]
 
 
 def alternate(call, sets: list, repetitions: int) -> list[list[RankResults]]:
     """Results of call on each set, the same whenever it comes again."""
-    first = [[to("cpu", result) for result in call(one)] for one in sets]
+    first = [[on_device(result, "cpu") for result in call(one)] for one in sets]
     for _ in range(repetitions - 1):
         for one, expected in zip(sets, first, strict=True):
-            assert_results_equal([to("cpu", result) for result in call(one)], expected)
+            assert_results_equal([on_device(result, "cpu") for result in call(one)], expected)
     return first
 
 
 def _as_virtual_ranks(rank, group, W, device, repetitions):
     found = []
     for case in cases(W, device):
-        with create_context(group=World.virtual(W, device), config=case.config(), backend=KERNELS[device]) as context:
+        config = config_of(case)
+        with create_context(group=World.virtual(W, device), config=config, backend=KERNELS[device]) as context:
             call = partial(run_virtual, W, context.config, context=context)
             found += alternate(call, inputs_of(case, device), repetitions)
     return found
 
 
+def _step(own: RankInputs, context: Context) -> RankResults:
+    if not context.config.inference:
+        return run_rank(own, context)
+    return RankResults(routed_experts(*(tensor for tensor in vars(own).values() if tensor is not None), context))
+
+
 def _as_processes(rank, group, W, device, repetitions):
     found, how = [], {"device": device, "backend": KERNELS[device], "peer_timeout_s": 60}
     for case in cases(W, device):
-        with create_context(group=group, config=case.config(), **how) as context:
+        with create_context(group=group, config=config_of(case), **how) as context:
             own = [by_rank[rank] for by_rank in inputs_of(case, device)]
-            found += alternate(lambda one: [run_rank(one, context)], own, repetitions)
+            found += alternate(lambda one: [_step(one, context)], own, repetitions)
     return found
 
 
 def assert_delays_change_nothing(num_processes: int, fn, W: int, device: str) -> None:
-    assert [dedup(case.config(), W) for case in cases(W, device)] == [False, True]
+    assert [dedup(case.config(), W) for case in cases(W, device)] == [False, True, True]
+    assert [mega(config_of(case), W) for case in cases(W, device)] == [False, False, True]
     expected = run(num_processes, fn, W, device, 1, delay_ns=0, device=device)
     delayed = run(num_processes, fn, W, device, REPETITIONS[device], delay_ns=20_000, device=device)
     for found, wanted in zip(delayed, expected, strict=True):
-        assert len(wanted) == 2 * len(ROUTINGS[device])
+        assert len(wanted) == 3 * len(ROUTINGS[device])
         for results, same in zip(found, wanted, strict=True):
             assert_results_equal(results, same)
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .formats import Format
 from .norm import Norm
+from .planner import DECODE_ROWS
 from .quantized import QuantizedWeights
 from .route_plan import RoutePlan
 from .shapes import Activation, Geometry, Small
 from .symm import Region
 
-DECODE_ROWS = 64  # of an expert on average, at most
 FUSED_WIDTH = 4096  # D, at most, of W13 that is fused with SwiGLU for many rows
 
 
@@ -26,7 +26,9 @@ class Path:
     num_tokens_max: int
     num_experts: int
     capacity_rows: int
-    dedup: bool
+    dedup: bool  # a token's row is pulled once a rank
+    sums_pairs: bool  # what its experts there return is summed there, in a forward; in a backward always where dedup is
+    mega: bool  # a forward's experts are one launch
     activation: Activation
     geometry: Geometry
     config_hash: int
@@ -79,6 +81,7 @@ class LocalRank:
     stop_1: Tensor  # the word of the fault under which ops leave
     host_fault_F: Tensor  # pinned on a GPU
     sent_S: Tensor
+    queue_Q: Tensor  # int32, of the launch that runs all experts; empty where there is none
     finished_1: Tensor  # programs of a launch that ends with a signal count themselves here
     call_1: Tensor
     zero_1: Tensor

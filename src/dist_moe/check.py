@@ -35,6 +35,7 @@ from .path_oracle import (
     assert_results_close,
     dense,
     dense_scaled,
+    forward_only,
     on_device,
     prepared,
 )
@@ -68,27 +69,35 @@ class Mode:
     name: str
     format: BlockScaledFormat | None = None
     inference: bool = False
+    decode: bool = False  # few tokens for many experts
+
+    def case(self, case: Case) -> Case:
+        return replace(case, T=2, E=8 * case.W) if self.decode else case
 
     def config(self, case: Case) -> Config:
         block_scaled = None if self.format is None else BlockScaledConfig(self.format)
-        return case.config(block_scaled=block_scaled, **(FORWARD_ONLY if self.inference else {}))
+        return self.case(case).config(block_scaled=block_scaled, **(FORWARD_ONLY if self.inference else {}))
 
     def inputs(self, case: Case, device: torch.device) -> list[RankInputs]:
-        inputs = case.inputs()
-        if self.inference:
+        inputs = self.case(case).inputs()
+        if self.inference and self.format is not None:
             inputs = prepared(inputs, self.config(case), inference=True, device=device)
+        elif self.inference:
+            inputs = forward_only(inputs)
         return [on_device(rank, device) for rank in inputs]
 
 
 @functools.cache
 def _answer(case: Case, mode: Mode) -> list[RankResults]:
     if mode.format is None:
-        return dense(case, case.inputs())
+        answers = dense(mode.case(case), mode.case(case).inputs())
+        return [RankResults(rank.out_TD) for rank in answers] if mode.inference else answers
     return dense_scaled(case, case.inputs(), by_name(mode.format), training=not mode.inference)
 
 
 MODES = (
     Mode("bf16"),
+    Mode("bf16 decode", inference=True, decode=True),
     Mode("mxfp8", BlockScaledFormat.MXFP8_E4M3),
     Mode("mxfp8 inference", BlockScaledFormat.MXFP8_E4M3, inference=True),
     Mode("nvfp4 inference", BlockScaledFormat.NVFP4, inference=True),
@@ -260,7 +269,7 @@ def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: 
             backends = context.path.ops.backends
             ops.follow(context.path.ops, backends, mode.name)
             counting = ExecutionOptions(swiglu_clip_stats_out_3=torch.empty(3, device=device), swiglu_clip_limit=1.0)
-            inputs, options = mode.inputs(case, device), [counting] * case.W
+            inputs, options = mode.inputs(case, device), None if mode.decode else [counting] * case.W  # which is apart
             if mode.format is None:  # nothing but its ops: what comes out has no answer here
                 path = context.path
                 context.path = replace(path, small=Small(routing=False, sum=False))  # as of many tokens

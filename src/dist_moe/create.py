@@ -21,6 +21,7 @@ from .formats import by_name, row_pitch
 from .planner import (
     MemoryPlan,
     dedup,
+    mega,
     missing_route_bytes,
     output_columns,
     plan_memory,
@@ -28,6 +29,7 @@ from .planner import (
     slot_geometry,
     small,
     stage_columns,
+    sums_pairs,
     symmetric_regions,
 )
 from .registry import LOCAL_BACKENDS, call_of, default_device, resolve, unused_kernel_config
@@ -123,6 +125,8 @@ def create_context(
         num_experts=config.num_experts,
         capacity_rows=plan.total_scratch_capacity_rows,
         dedup=dedup(config, world.size),
+        sums_pairs=sums_pairs(config, world.size),
+        mega=mega(config, world.size),
         activation=config.activation_fn,
         geometry=slot_geometry(config, world.size, plan),
         config_hash=config_hash(config, world.size),
@@ -241,6 +245,9 @@ def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regio
         dtype = format.expanded_dtype if expands_rows else format.value_dtype
         values = {C: rows(buffer, row_pitch(format, C, expands_rows)).view(dtype) for C in (D, F, 2 * F)}
     T, K, W = config.num_local_input_tokens, config.top_k, world.size
+    queue_words = 0
+    if mega(config, W):
+        queue_words = shapes.mega_queue_words(config.num_experts // W)
     return LocalRank(
         rank=rank,
         regions=regions,
@@ -261,6 +268,7 @@ def _local_rank(world: World, config: Config, plan: MemoryPlan, rank: int, regio
         stop_1=fault_F[:1],
         host_fault_F=torch.zeros(shapes.FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu),
         sent_S=words(shapes.NUM_STAGES),
+        queue_Q=torch.zeros(queue_words, dtype=torch.int32, device=world.device),
         finished_1=words(1),
         call_1=words(1),
         zero_1=words(1),

@@ -177,6 +177,8 @@ def _route_and_plan(path: Path, r: LocalRank, c: ForwardCall) -> None:
 
 def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
     """One rank's experts, from the pull of x to the push of what they return."""
+    if path.mega and c.clip_stats_3 is None:
+        return _experts_in_one(path, r, c, row_scores_R)
     ops, D, F = path.ops, path.hidden_dim, path.intermediate_dim
     run = {"stop_1": r.stop_1, "num_sms": path.num_sms}
     h1 = (r.rows[2 * F], c.words[shapes.PLACE_H1])
@@ -194,6 +196,33 @@ def _experts(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> 
         ops.swiglu(*h1, *h2, c.plan.row_start_P, activation=path.activation, **run)
     ops.grouped_gemm(*h2, c.w2_LDF, *h3, c.plan.row_start_P, stop_1=r.stop_1, **path.tiles)
     combine_outputs(path, r, c, *h3, row_scores_R)
+
+
+def _experts_in_one(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tensor) -> None:
+    sums_pairs = path.sums_pairs and not c.by_route
+    path.ops.mega_forward(
+        c.plan,
+        c.w13_L2FD,
+        c.w2_LDF,
+        tokens=r.tokens,
+        scores=r.scores,
+        outputs=r.pair_outputs if sums_pairs else r.outputs,
+        dedup=path.dedup,
+        sums_pairs=sums_pairs,
+        x_XD=r.rows[path.hidden_dim],
+        x_start_1=c.words[shapes.PLACE_XR],
+        h2_XF=r.rows[path.intermediate_dim],
+        h2_start_1=c.words[shapes.PLACE_H2],
+        h3_XD=r.rows[path.hidden_dim],
+        h3_start_1=c.words[shapes.PLACE_H3],
+        row_scores_R=row_scores_R,
+        activation=path.activation,
+        queue_Q=r.queue_Q,
+        finished_1=r.finished_1,
+        stop_1=r.stop_1,
+        num_sms=path.num_sms,
+        then=signal_of(path, r, shapes.COMBINED),
+    )
 
 
 def count_clips(path: Path, r: LocalRank, c: ForwardCall) -> None:
@@ -216,7 +245,7 @@ def combine_outputs(
     path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, *, is_last=True, **how
 ) -> None:
     """is_last: of the windows of columns; with it this rank has reached COMBINED."""
-    dedup = path.dedup and not c.by_route
+    dedup = path.sums_pairs and not c.by_route
     path.ops.combine(
         c.plan,
         rows,
@@ -307,10 +336,10 @@ def _reduce(path: Path, r: LocalRank, out_TD: Tensor, *, dedup: bool) -> None:
 def _reduce_and_finish(path: Path, r: LocalRank, out_TD: Tensor, after: Wait | None) -> None:
     """The end of a forward that returns one sum: on a fault it does what finish does. A small sum waits before it."""
     how = {
-        "outputs": r.pair_outputs if path.dedup else r.outputs,
+        "outputs": r.pair_outputs if path.sums_pairs else r.outputs,
         "ids": r.ids,
-        "scores": None if path.dedup else r.scores,
-        "dedup": path.dedup,
+        "scores": None if path.sums_pairs else r.scores,
+        "dedup": path.sums_pairs,
         "num_experts": path.num_experts,
         "fault_F": r.fault_F,
         "host_fault_F": r.host_fault_F,

@@ -17,12 +17,14 @@ from .quantized import Bundle
 from .reference_memory import real_rows
 from .reference_products import columns_operand, rows_operand
 from .route_plan import RoutePlan
+from .symm import Region
 from .testing import TOLERANCES, assert_close
 
 # What an op rounds: its argument and the bar. All other memory must have equal bits.
 ROUNDED = {
     "grouped_gemm": {"out_XN": "gemm"},
     "grouped_gemm_swiglu": {"h1_X2F": "gemm", "h2_XF": "gemm"},
+    "mega_forward": {"h2_XF": "gemm", "h3_XD": "path", "outputs": "path"},
     "grouped_gemm_dgrad": {"out_XK": "gemm"},
     "grouped_gemm_wgrad": {"out_LNK": "gemm"},
     "grouped_gemm_scaled": {"out_XN": "gemm"},
@@ -155,10 +157,14 @@ def _copied(arguments: dict) -> dict:
 def _compare_rounded(record: OpRecord, name: str, bar: str, found: dict, wanted: dict) -> None:
     """Within the bar; after it `wanted` has the bits that were found."""
     both = (found, wanted)
-    if "row_start_P" not in found:  # of tokens, not of received rows
+    if isinstance(found[name], Region):
+        for peers in zip(*(arguments[name].peers for arguments in both), strict=True):
+            _compare_tensors(record, bar, *peers)
+        return
+    if not found.keys() & {"row_start_P", "plan"}:  # of tokens, not of received rows
         _compare_tokens(record, name, bar, found, wanted)
         return
-    num_rows = int(found["row_start_P"][-1])
+    num_rows = int((found["plan"].row_start_P if "plan" in found else found["row_start_P"])[-1])
     real_R = slice(None)
     if "row_to_slot_R" in found:
         real_R = found["row_to_slot_R"][:num_rows] >= 0
@@ -190,11 +196,15 @@ def _compare_tokens(record: OpRecord, name: str, bar: str, found: dict, wanted: 
     """The same for an op of the owner's tokens; the gradients of scores, sums that may nearly cancel, count as one row,
     and so does one of a weight."""
     pair = [arguments[name] for arguments in (found, wanted)]
-    pair = [t if name in ("out_TD", "grad_rows_TKD") else t.reshape(1, -1) for t in pair]
-    differ = (_bytes(pair[0]) != _bytes(pair[1])).any(dim=-1)
+    _compare_tensors(record, bar, *(t if name in ("out_TD", "grad_rows_TKD") else t.reshape(1, -1) for t in pair))
+
+
+def _compare_tensors(record: OpRecord, bar: str, found: Tensor, wanted: Tensor) -> None:
+    """Row by row, where bits differ; after it `wanted` has those that were found."""
+    differ = (_bytes(found) != _bytes(wanted)).any(dim=-1)
     if differ.any():
-        record.add(bar, assert_close(*(t[differ] for t in pair), bar))
-    wanted[name].view(torch.uint8).copy_(found[name].view(torch.uint8))
+        record.add(bar, assert_close(found[differ], wanted[differ], bar))
+    wanted.view(torch.uint8).copy_(found.view(torch.uint8))
 
 
 def _multiplied_out(bundle: Bundle, num_rows: int, real_R: Tensor, format: Format, columns: bool) -> Tensor:

@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 SLOT_ALIGNMENT = 128  # bytes; slots and what a layer saves in them
 MOST_PASSES = 4  # over columns of rows that are quantised after a de-duplicated pull
 ONE_PASS_BYTES = 2**27  # of h3 beyond h1, at most, for W2 and the push to come in one pass
+DECODE_ROWS = 64  # of an expert on average, at most
+MEGA_ROWS = 2  # the same, of contexts whose forward runs its experts in one launch
 DEDUP_MIN_ROUTES = (3, 2)  # as a fraction: mean routes of an arriving (token, rank) pair from which de-duplication pays
 
 
@@ -252,21 +254,44 @@ def dedup(config: Config, ep_size: int) -> bool:
     return routes_per_pair[0] * denominator >= routes_per_pair[1] * numerator
 
 
+def mega(config: Config, ep_size: int) -> bool:
+    """Whether one launch runs all of a rank's experts in a forward: in decode, of BF16, where it takes less time than
+    the launches that it stands for (docs/performance.md).
+
+    A preset asks for tiles that it does not have.
+    """
+    few = rows_per_expert(config, ep_size) <= MEGA_ROWS and small_routing(config, ep_size)
+    plain = config.block_scaled is None and config.bf16_grouped_gemm_preset is None
+    return config.inference and few and plain
+
+
+def sums_pairs(config: Config, ep_size: int) -> bool:
+    """Whether the experts' rank sums what they return for a token, which is pulled once, before it pushes that.
+
+    One rank that runs its experts in one launch pushes their rows from where they are made, and sums once: to the same
+    bits, for the sum of all routes of a token is the same there.
+    """
+    return dedup(config, ep_size) and not (ep_size == 1 and mega(config, ep_size))
+
+
+def small_routing(config: Config, ep_size: int) -> bool:
+    return is_small_routing(ep_size, config.num_local_input_tokens, config.top_k, config.num_experts)
+
+
 def small(config: Config, ep_size: int) -> Small:
     """Which waits of a forward share a launch with what follows them: for decode, where launches are what is felt. Of
     Config and ranks alone, never of a call's tokens, and so the same on all ranks."""
     T, K, W = config.num_local_input_tokens, config.top_k, ep_size
-    width = min(K, W) if dedup(config, W) else K
-    return Small(
-        routing=is_small_routing(W, T, K, config.num_experts), sum=is_small_sum(W, T, width, config.hidden_dim)
-    )
+    width = min(K, W) if sums_pairs(config, W) else K
+    routing = small_routing(config, W)
+    return Small(routing, sum=is_small_sum(W, T, width, config.hidden_dim, in_decode=routing))
 
 
 def outputs_per_token(config: Config, ep_size: int) -> int:
     """Rows that `outputs` has for a token: one a route, or where calls are de-duplicated one a rank that the token can
     visit. A call with a postprocess needs the experts' rows one by one, so route_outputs asks for one a route anyway.
     """
-    shares_rows = dedup(config, ep_size) and not config.route_outputs
+    shares_rows = sums_pairs(config, ep_size) and not config.route_outputs
     return min(config.top_k, ep_size) if shares_rows else config.top_k
 
 

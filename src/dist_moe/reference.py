@@ -369,6 +369,44 @@ def grouped_gemm_swiglu(
     swiglu(*h1, h2_XF, h2_start_1, row_start_P, activation=activation, stop_1=stop_1)
 
 
+def mega_forward(
+    plan,
+    w13_L2FD,
+    w2_LDF,
+    *,
+    tokens,
+    scores,
+    outputs,
+    dedup,
+    x_XD,
+    x_start_1,
+    h2_XF,
+    h2_start_1,
+    h3_XD,
+    h3_start_1,
+    sums_pairs,
+    row_scores_R,
+    activation,
+    queue_Q,
+    finished_1,
+    stop_1,
+    num_sms=None,
+    then=None,
+):
+    """dispatch, grouped_gemm_swiglu, grouped_gemm and combine, one after another; of h3 summed pairs alone are left."""
+    start_P, zero_1 = plan.row_start_P, torch.zeros_like(stop_1)
+    x, h2 = (x_XD, x_start_1), (h2_XF, h2_start_1)
+    h1 = (h2_XF.new_empty(len(plan.row_to_slot_R), w13_L2FD.shape[1]), zero_1)
+    h3 = (h3_XD, h3_start_1) if sums_pairs else (h3_XD.new_empty(len(plan.row_to_slot_R), h3_XD.shape[1]), zero_1)
+    pull = {"tokens": tokens, "half": 0, "scores": scores, "dedup": dedup, "row_scores_R": row_scores_R}
+    dispatch(plan, **pull, rows_XD=x_XD, start_1=x_start_1, stop_1=stop_1)
+    how = {"keep_h1": False, "activation": activation, "stop_1": stop_1}
+    grouped_gemm_swiglu(*x, w13_L2FD, *h1, *h2, start_P, **how)
+    grouped_gemm(*h2, w2_LDF, *h3, start_P, stop_1=stop_1)
+    push = {"outputs": outputs, "dedup": sums_pairs, "row_scores_R": row_scores_R if sums_pairs else None}
+    combine(plan, *h3, **push, row_score_grads_R=None, score_grads=None, stop_1=stop_1, then=then)
+
+
 def grouped_gemm_dgrad(
     dy_XN,
     dy_start_1,

@@ -15,7 +15,7 @@ import torch
 from .config import Config
 from .formats import MXFP8_E4M3, NVFP4, SCALE_ATOM, Format
 from .memory_plan import format_bytes
-from .planner import dedup, missing_route_bytes, output_columns, plan_memory, rows_per_expert, small
+from .planner import dedup, mega, missing_route_bytes, output_columns, plan_memory, rows_per_expert, small
 from .shapes import MAX_ROUTES
 
 MIN_TORCH, MIN_TRITON = (2, 11), (3, 6)
@@ -168,6 +168,7 @@ _TRITON_FILES = {
     "dispatch": "dispatch",
     "grouped_gemm": "grouped_gemm",
     "grouped_gemm_swiglu": "grouped_gemm_swiglu",
+    "mega_forward": "mega_forward",
     "grouped_gemm_dgrad": "grouped_gemm",
     "grouped_gemm_wgrad": "grouped_gemm",
     "count_clips": "clip_stats",
@@ -197,7 +198,7 @@ _FORMAT_FILES = {
     "swiglu_backward_quantize": "swiglu_backward_quantize",
 }
 _BF16_ONLY = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_dgrad", "grouped_gemm_wgrad"}
-_BF16_ONLY |= {"swiglu", "swiglu_backward"}
+_BF16_ONLY |= {"swiglu", "swiglu_backward", "mega_forward"}
 _INFERENCE_ONLY = {"dispatch_packed"}
 _TRAINING_ONLY = {"dispatch_quantize", "quantize_received", "swiglu_backward_quantize"}
 _TRAINING_ONLY |= {"grouped_gemm_scaled_dgrad", "grouped_gemm_scaled_wgrad"}
@@ -388,7 +389,8 @@ def _launches_in_words(config: Config, ep_size: int) -> str:
     found = small(config, ep_size)
     first = "wait, route and plan in one" if found.routing else "wait, route and plan by themselves"
     last = "wait and reduce in one" if found.sum else "wait and reduce by themselves"
-    return f"each signal with the op before it; {first}; {last}"
+    experts = "the experts in one; " if mega(config, ep_size) else ""
+    return f"each signal with the op before it; {first}; {experts}{last}"
 
 
 def explain(

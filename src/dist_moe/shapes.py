@@ -127,15 +127,25 @@ def is_small_routing(W: int, num_tokens_max: int, K: int, num_experts: int) -> b
     return slots <= SMALL_SLOTS and counts <= SMALL_COUNTS
 
 
-SMALL_SUM_BYTES = 2**20  # of `outputs` that few programs read about as fast as many launch; provisional, not measured
+MEGA_QUEUE_WORDS = 3  # of the launch that runs all of a rank's experts, before a word an expert
 
 
-def is_small_sum(W: int, num_tokens_max: int, outputs_per_token: int, hidden_dim: int) -> bool:
+def mega_queue_words(num_local_experts: int) -> int:
+    """int32 words of the queue of that launch."""
+    return MEGA_QUEUE_WORDS + num_local_experts
+
+
+# Of `outputs`, what few programs read about as fast as many launch; in decode 4 MB were (docs/performance.md).
+SMALL_SUM_BYTES, DECODE_SUM_BYTES = 2**20, 2**23
+
+
+def is_small_sum(W: int, num_tokens_max: int, outputs_per_token: int, hidden_dim: int, in_decode: bool) -> bool:
     """Whether one launch waits for what the experts' ranks pushed and adds it up; all ranks answer alike.
 
-    Example: 128 tokens of 2 BF16 rows of 2048 fill it, of 7168 they do not.
+    in_decode: whether the routing is small. Example: 128 tokens of 2 BF16 rows of 2048 fill 1 MB, 4 of 8192 fill 8 MB.
     """
-    return W <= MOST_WAITING_PROGRAMS and 2 * num_tokens_max * outputs_per_token * hidden_dim <= SMALL_SUM_BYTES
+    most = DECODE_SUM_BYTES if in_decode else SMALL_SUM_BYTES
+    return W <= MOST_WAITING_PROGRAMS and 2 * num_tokens_max * outputs_per_token * hidden_dim <= most
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from tests.compile_check import Case
 
 from dist_moe import shapes
 from dist_moe.kernels_triton._rows import pick_row_tile
+from dist_moe.kernels_triton.combine import rows_together
 
 from .barrier import COUNTS, ENDING, ENDS, NO_ENDING, POLLS, SENDS, SIZES
 from .dispatch import PROGRAMS
@@ -59,8 +60,9 @@ def combine_case(pairs: bool, D: int, backward: bool, width: int | None = None, 
     )
 
 
-def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
-    tile = pick_row_tile(D)
+def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False, few: tuple[int, int] = ()) -> Case:
+    """few: most tokens, programs."""
+    tile = pick_row_tile(D, *few)
     return Case(
         "combine:_reduce",
         {
@@ -83,8 +85,10 @@ def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
             "D": D,
             "TOKENS": tile.rows,
             "BLOCK_D": tile.block_d,
+            "TOGETHER": rows_together(tile),
         },
-        name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'}{' last' * ends} D {D}",
+        name=f"{'pairs' if dedup else 'routes'} {'scaled' if scaled else 'unscaled'}{' last' * ends} D {D}"
+        + (f", {few[0]} tokens" if few else ""),
         num_warps=tile.num_warps,
         options=tile.options | NO_FUSION,
         aligned=("out_stride_t",),
@@ -94,8 +98,8 @@ def reduce_case(dedup: bool, scaled: bool, D: int, ends: bool = False) -> Case:
     )
 
 
-def wait_reduce_case(dedup: bool, D: int) -> Case:
-    case = reduce_case(dedup, not dedup, D, ends=True)
+def wait_reduce_case(dedup: bool, D: int, tokens: int) -> Case:
+    case = reduce_case(dedup, not dedup, D, True, (tokens, shapes.MOST_WAITING_PROGRAMS))
     types = {name: kind for name, kind in case.types.items() if name != "stop_ptr"}
     types |= dict.fromkeys(("fault_ptr", "signals_ptr", "sent_ptr", "finished_ptr"), "*i64")
     return replace(
@@ -138,7 +142,8 @@ CASES = (
     *(reduce_case(*case, ends) for case in ((False, True, 7168), (True, False, 7168)) for ends in (False, True)),
     reduce_case(False, False, 7168),
     reduce_case(False, True, 2880),
-    *(wait_reduce_case(dedup, D) for dedup in (False, True) for D in (2048, 7168)),
+    reduce_case(False, True, 2048, True, (128, PROGRAMS)),
+    *(wait_reduce_case(dedup, *few) for dedup in (False, True) for few in ((2048, 16), (7168, 128))),
     collect_case("*i64", "*fp32"),
     collect_case("*i32", "*bf16"),
 )

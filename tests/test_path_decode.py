@@ -1,0 +1,187 @@
+"""The path of decode: experts in one launch, with the bits, options and faults of the launches it stands for."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dist_moe import ExecutionOptions, RMSNormPostprocess, RoutingOverflowError, create_context
+from dist_moe.models import MODELS
+from dist_moe.path_oracle import FORWARD_ONLY, Case, forward_only, on_device
+from dist_moe.planner import mega, plan_memory, sums_pairs
+from dist_moe.symm import World
+from dist_moe.testing import assert_close
+from dist_moe.virtual import RankInputs, routed_experts
+from tests.test_path import BACKENDS, device_of, ops_taking, recording, run
+
+APART = ("dist_moe.planner.MEGA_ROWS", 0)
+# D and F of one step of the contraction, whose sum is the same in every tile, interpreted too.
+NARROW = {"T": 4, "D": 64, "F": 64}
+CASES = [
+    Case("one rank", W=1, K=2, E=8, **NARROW),
+    Case("one rank, one route", W=1, K=1, E=4, **NARROW),
+    Case("two ranks, pairs summed", W=2, K=4, E=16, routing="zipf(1.0)", **NARROW),
+    Case("three ranks, per route, clamped", W=3, K=2, E=12, activation="swiglu_clamped", **NARROW),
+    Case("slots without expert", W=2, K=4, E=16, routing="dropped(0.5)", **NARROW),
+    Case("an expert named twice", W=2, K=4, E=16, routing="duplicates", **NARROW),
+]
+PAIRS = CASES[2]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+def serving(case: Case, backend: str, **changes):
+    config = case.config(**FORWARD_ONLY, **changes)
+    return create_context(group=World.virtual(case.W, device_of(backend)), config=config, backend=backend)
+
+
+def outs_of(context, case: Case, options=None, sizes=None, **changes) -> list[torch.Tensor]:
+    inputs = [on_device(rank, context.device) for rank in forward_only(replace(case, **changes).inputs())]
+    if sizes is not None:
+        inputs = [
+            RankInputs(rank.x_TD[:size], rank.ids_TK[:size], rank.scores_TK[:size], rank.w13_L2FD, rank.w2_LDF)
+            for rank, size in zip(inputs, sizes, strict=True)
+        ]
+    outs = routed_experts(inputs, context, options=options)
+    context.check()
+    return outs
+
+
+def both_ways(monkeypatch, case: Case, backend: str, calls, **changes) -> tuple:
+    """What calls(context) gives with the experts in one launch and in several."""
+    found = []
+    for is_mega in (True, False):
+        if not is_mega:
+            monkeypatch.setattr(*APART)
+        with serving(case, backend, **changes) as context:
+            assert context.path.mega == is_mega
+            found.append(calls(context))
+    return found
+
+
+@each_case
+def test_bits_are_those_of_several_launches_and_of_training(monkeypatch, case, backend):
+    """Calls of any number of tokens follow one another, and stale rows of the calls before are never seen."""
+
+    def calls(context):
+        sizes = [(case.T,) * case.W, tuple(range(case.W)), (0,) * case.W, (case.T,) * case.W]
+        return [outs_of(context, case, sizes=size, seed=seed) for seed, size in enumerate(sizes)]
+
+    together, apart = both_ways(monkeypatch, case, backend, calls)
+    for outs, wanted in zip(together, apart, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    training = run(case.config(), forward_only(case.inputs()), backend)
+    assert all(torch.equal(a.cpu(), b.out_TD.cpu()) for a, b in zip(together[0], training, strict=True))
+    assert all(out.any() for out in together[0])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", [CASES[0], PAIRS], ids=str)
+def test_four_launches(monkeypatch, case):
+    importlib.import_module("dist_moe.kernels_triton")  # with it Triton's interpreter is repaired
+    GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    launched, launch = [], GridExecutor.__call__
+
+    def counted(executor, *args, **how):
+        launched.append(executor.fn.__name__)
+        return launch(executor, *args, **how)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    with serving(case, "triton") as context:
+        outs_of(context, case)
+    stages = ["_publish", "_wait_route_plan", "_mega_forward", "_wait_reduce"]
+    assert launched == [stage for stage in stages for _ in range(case.W)]
+
+
+@pytest.mark.parametrize("case", [CASES[0], PAIRS], ids=str)
+def test_callables_and_norms_get_every_route(monkeypatch, case, backend):
+    """With a row a route in `outputs`; one rank has that in any case."""
+    norm = RMSNormPostprocess(1e-6, torch.float32, torch.bfloat16)
+
+    def calls(context):
+        asked = [ExecutionOptions(experts_output_postprocess=post) for post in (norm, torch.clone)]
+        return [outs_of(context, case, options) for options in (*asked, None)]
+
+    together, apart = both_ways(monkeypatch, case, backend, calls, route_outputs=True)
+    for outs, wanted in zip(together, apart, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    for a, b in zip(together[1], together[2], strict=True):
+        assert_close(a, b, "combine" if case.W == 1 else "path")
+
+
+@pytest.mark.parametrize("case", [CASES[0], replace(CASES[3], note="clamped")], ids=str)
+def test_clip_counts_come_from_several_launches(monkeypatch, case, backend):
+    """Which leave h1 to count in; calls with counts and without give the same output."""
+
+    def calls(context):
+        seen = {}
+        for op, function in ops_taking("num_sms", context):
+            setattr(context.path.ops, op, recording(seen, op, function))
+        counts = [torch.zeros(3, dtype=torch.float32, device=context.device) for _ in range(case.W)]
+        options = [ExecutionOptions(swiglu_clip_stats_out_3=count, swiglu_clip_limit=0.5) for count in counts]
+        counted = outs_of(context, case, options)
+        assert "mega_forward" not in seen
+        plain = outs_of(context, case)
+        assert ("mega_forward" in seen) == context.path.mega
+        assert all(torch.equal(a, b) for a, b in zip(counted, plain, strict=True))
+        return counts
+
+    together, apart = both_ways(monkeypatch, case, backend, calls)
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(together, apart, strict=True))
+
+
+def test_after_an_overflow_the_queue_is_as_before(backend):
+    """Two of three calls have no room: NaN, an error that says what would fit, and after a reset the right output."""
+    case = replace(PAIRS, T=8, E=32)
+    with serving(case, backend, device_scratch_capacity_factor=1.0) as context:
+        assert context.path.mega
+        wanted = outs_of(context, case, routing="balanced")
+        for _ in range(2):
+            inputs = [on_device(rank, context.device) for rank in replace(case, routing="one_rank").inputs()]
+            outs = routed_experts(forward_only(inputs), context)
+            with pytest.raises(RoutingOverflowError):
+                context.check()
+            assert all(out.isnan().all() for out in outs)
+            context.reset()
+        again = outs_of(context, case, routing="balanced")
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(again, wanted, strict=True))
+
+
+def test_a_limit_on_sms_reaches_it(backend):
+    with serving(PAIRS, backend, num_sms=1) as context:
+        seen = {}
+        for op, function in ops_taking("num_sms", context):
+            setattr(context.path.ops, op, recording(seen, op, function))
+        limited = outs_of(context, PAIRS)
+        assert seen["mega_forward"] == (1,)
+    with serving(PAIRS, backend) as context:
+        assert all(torch.equal(a, b) for a, b in zip(limited, outs_of(context, PAIRS), strict=True))
+
+
+DSV3, MIXTRAL = (next(model for model in MODELS if model.name == name) for name in ("deepseek-v3", "mixtral-8x7b"))
+
+
+@pytest.mark.parametrize(
+    "model, T, W, changes, expected",
+    [
+        (DSV3, 64, 1, {}, (True, False)),
+        (DSV3, 65, 1, {}, (False, True)),  # three rows an expert
+        (DSV3, 16, 2, {}, (True, True)),
+        (DSV3, 33, 2, {}, (False, True)),
+        (MIXTRAL, 8, 1, {}, (True, False)),
+        (MIXTRAL, 8, 2, {}, (False, False)),  # 4 rows an expert; two routes of a token on two ranks are not summed
+        (DSV3, 16, 1, {"inference": False, "activation_slot_capacity_factor": 1.0}, (False, True)),
+        (DSV3, 16, 1, {"bf16_grouped_gemm_preset": "1cta1mma_bm64_bn128"}, (False, True)),
+    ],
+)
+def test_where_experts_run_in_one_launch(model, T, W, changes, expected):
+    case = Case("real", W=W, T=T, D=model.D, F=model.F, K=model.K, E=model.E)
+    config = case.config(**{**FORWARD_ONLY, "device_scratch_capacity_factor": 1.0, **changes})
+    assert (mega(config, W), sums_pairs(config, W)) == expected
+    rows = min(model.K, W) if expected[1] else model.K
+    assert dict(plan_memory(config, W).symmetric_bytes)["outputs"] == 2 * T * rows * model.D
