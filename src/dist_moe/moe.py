@@ -8,7 +8,7 @@ of them. What crosses ranks, and why it is safe:
                       -> COMBINED -> reduce
 
 The last program of publish and combine sends the signal, and in contexts of few tokens the launch behind a wait of a
-forward does the waiting (Path.small).
+forward does the waiting (Path.small). In decode the experts are one launch (Path.mega).
 PUBLISHED orders every rank's publish before its peers' pulls, and its reads of `outputs` of the call before (they
 come earlier in its stream) before its peers' pushes. COMBINED orders the pushes before the owner's sum, and a rank's
 pulls before its peers publish again. So two waits a direction are enough and nothing is double-buffered.
