@@ -8,7 +8,7 @@
 PYTHON ?= python3
 TESTS ?= tests
 WORKERS ?= 0
-PYTEST = $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),--numprocesses $(WORKERS) --dist loadfile)
+PYTEST = $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 NEWEST_TRITON := 3.9.0
 
 HAS_TORCH := $(shell $(PYTHON) -c 'from importlib.metadata import version as v; \
