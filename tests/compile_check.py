@@ -94,7 +94,7 @@ def compile_case(case: Case, arch: int) -> dict:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             compiled = _compile(case, arch)
         result["ptx"], result["shared_bytes"] = compiled.asm["ptx"], compiled.metadata.shared
-        log = said.getvalue() or _assemble(result["ptx"], arch)  # from its cache Triton assembles nothing
+        log = _log(compiled, said.getvalue(), arch)
         result["registers"] = max(map(int, re.findall(r"Used (\d+) registers", log)))
         result["serialized"] = "wgmma.mma_async instructions are serialized" in log
         result["spill_bytes"] = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
@@ -127,6 +127,19 @@ def _compile(case: Case, arch: int):
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     triton.knobs.nvidia.dump_ptxas_log = True
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _log(compiled, said: str, arch: int) -> str:
+    """What the assembler said, kept beside the kernel: from its cache Triton assembles nothing."""
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file("ptxas.log")
+    if kept and not said:
+        return Path(kept).read_text()
+    log = said or _assemble(compiled.asm["ptx"], arch)
+    cache.put(log, "ptxas.log", binary=False)
+    return log
 
 
 def _assemble(ptx: str, arch: int) -> str:
