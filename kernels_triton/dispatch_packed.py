@@ -22,15 +22,15 @@ from ._device import begin, delay
 from ._launch import launched
 from ._rows import (
     RowTile,
-    column_shares,
     few_rows,
-    num_parts,
+    num_row_items,
     pair_block,
     pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
     row_grid,
+    row_items,
     spread,
 )
 from ._scaled import ELEMENTS, blocked_offset, expanded, words_of
@@ -149,11 +149,8 @@ def _dispatch_packed_routes(
     if not EXPANDED:
         scales_start = tl.load(scales_start_ptr)
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
-    num_blocks = tl.cdiv(num_rows, ROWS)
-    parts = num_parts(num_blocks, sources)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, words = column_shares(num_turns, VALUE_WORDS, BLOCK_V)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+    num_blocks, parts, shares, words = row_items(num_rows, sources, VALUE_WORDS, ROWS, BLOCK_V)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         block = spread(item // shares, num_blocks, parts)
         first_v = item % shares * words
         end_v = tl.minimum(first_v + words, VALUE_WORDS)
@@ -247,11 +244,8 @@ def _dispatch_packed_pairs(
     if not EXPANDED:
         scales_start = tl.load(scales_start_ptr)
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
-    num_blocks = tl.cdiv(num_pairs, PAIRS)
-    parts = num_parts(num_blocks, W)
-    num_turns = parts * tl.cdiv(num_blocks, parts)
-    shares, words = column_shares(num_turns, VALUE_WORDS, BLOCK_V)
-    for item in range(tl.program_id(0), num_turns * shares, tl.num_programs(0)):
+    num_blocks, parts, shares, words = row_items(num_pairs, W, VALUE_WORDS, PAIRS, BLOCK_V)
+    for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
         block = spread(item // shares, num_blocks, parts)
         first_v = item % shares * words
         end_v = tl.minimum(first_v + words, VALUE_WORDS)

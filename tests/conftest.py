@@ -5,6 +5,7 @@ imports triton, so it comes first here. With a device they run compiled, unless 
 """
 
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -119,6 +120,21 @@ def pytest_terminal_summary(terminalreporter, config):
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU when they are interpreted."""
     return torch.device("cpu" if INTERPRETING else "cuda")
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the kernels that this process launches in Triton's interpreter from here on."""
+    importlib.import_module("dist_moe.kernels_triton")  # with it the interpreter is repaired
+    GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    names, launch = [], GridExecutor.__call__
+
+    def counted(executor, *args, **how):
+        names.append(executor.fn.__name__)
+        return launch(executor, *args, **how)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    return names
 
 
 @pytest.fixture(autouse=True)

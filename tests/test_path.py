@@ -1,7 +1,6 @@
 """The whole path over virtual ranks on one device: forward and all gradients against the dense layer."""
 
 import functools
-import importlib
 import inspect
 import os
 from dataclasses import replace
@@ -158,19 +157,10 @@ ROUTE_ALONE, REDUCE_ALONE = ["_wait", "_count", "_scan", "_place", "_plan_forwar
     ],
     ids=["small", "small routing", "small sum", "large"],
 )
-def test_launches_of_a_forward(monkeypatch, scheme, chosen, route, reduce):
+def test_launches_of_a_forward(monkeypatch, launched, scheme, chosen, route, reduce):
     """7 of a small context, 12 of a large one: no signal has a launch. Decode has four: test_path_decode."""
     if chosen is not None:
         monkeypatch.setattr("dist_moe.create.small", lambda *_: chosen)
-    importlib.import_module("dist_moe.kernels_triton")  # with it Triton's interpreter is repaired
-    GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
-    launched, launch = [], GridExecutor.__call__
-
-    def counted(executor, *args, **how):
-        launched.append(executor.fn.__name__)
-        return launch(executor, *args, **how)
-
-    monkeypatch.setattr(GridExecutor, "__call__", counted)
     case = Case("one rank's", W=1, T=16, K=1 if scheme == "routes" else 2, E=4)
     config = case.config(**FORWARD_ONLY)
     run(config, forward_only(case.inputs()), "triton")

@@ -1,6 +1,5 @@
 """The path of decode: experts in one launch, with the bits, options and faults of the launches it stands for."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -82,16 +81,7 @@ def test_bits_are_those_of_several_launches_and_of_training(monkeypatch, case, b
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", [CASES[0], PAIRS], ids=str)
-def test_four_launches(monkeypatch, case):
-    importlib.import_module("dist_moe.kernels_triton")  # with it Triton's interpreter is repaired
-    GridExecutor = importlib.import_module("triton.runtime.interpreter").GridExecutor
-    launched, launch = [], GridExecutor.__call__
-
-    def counted(executor, *args, **how):
-        launched.append(executor.fn.__name__)
-        return launch(executor, *args, **how)
-
-    monkeypatch.setattr(GridExecutor, "__call__", counted)
+def test_four_launches(launched, case):
     with serving(case, "triton") as context:
         outs_of(context, case)
     stages = ["_publish", "_wait_route_plan", "_mega_forward", "_wait_reduce"]
