@@ -157,4 +157,6 @@ def stage_works(traffic: Traffic) -> dict[Stage, Work]:
     found = {stage: total(parts) for stage, parts in works.items()}
     h2_bytes = found["forward", "swiglu"].hbm_bytes // 3  # it reads h1, twice as wide
     found["forward", "grouped_gemm_swiglu"] = found["forward", "w13"] + Work(hbm_bytes=h2_bytes)  # in place of both
+    together = ("dispatch", "grouped_gemm_swiglu", "w2", "combine")
+    found["forward", "mega_forward"] = total(found["forward", name] for name in together)
     return found

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMUNICATION, COMPUTE = "communication", "compute"
 EVENTS, CLOCKS = "events", "the kernels' clocks"  # where intervals come from
 # Ops by how their names begin: what reads or writes memory of other ranks, waits for them, or lays rows out for them.
+# mega_forward does both at once and counts as what it is there for, compute.
 _COMMUNICATES = ("publish", "signal", "wait", "verify", "dispatch", "combine")
 
 

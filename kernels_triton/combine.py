@@ -374,7 +374,7 @@ def _wait_reduce(
     if runs:
         sum_tokens(
             out_ptr, outputs_ptr, ids_ptr, scores_ptr, T, out_stride_t, runs, W, L, K, K2, J, D, TOKENS, BLOCK_D,
-        TOGETHER,
+            TOGETHER,
         )  # fmt: skip
     if is_last(finished_ptr):
         has_fault = tl.load(fault_ptr) != 0

@@ -94,7 +94,7 @@ def _push(outputs_table_ptr, row_to_slot_ptr, acc, row, row_end, col, num_slots,
 
 @launched
 @triton.jit(
-    do_not_specialize=["rank", "W", "L"],
+    do_not_specialize=["rank", "W", "L", "T_max", "num_outputs"],
     do_not_specialize_on_alignment=["x_start_ptr", "h2_start_ptr", "h3_start_ptr", "stop_ptr"],
 )
 def _mega_forward(
@@ -251,7 +251,6 @@ def mega_forward(
     queue_Q,
     finished_1,
     stop_1,
-    num_sms=None,
     then=None,
     config=None,
 ) -> None:
@@ -281,7 +280,7 @@ def mega_forward(
     config = config or CONFIG
     m, n, k = config.block_m, config.block_n, config.block_k
     signal, stage = ending(then)
-    grid = (row_programs(x_XD.device, config.programs_per_sm, num_sms),)
+    grid = (row_programs(x_XD.device, config.programs_per_sm, None),)
     _mega_forward[grid](
         queue_Q,
         tokens.table_W,

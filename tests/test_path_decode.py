@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dist_moe import ExecutionOptions, RMSNormPostprocess, RoutingOverflowError, create_context
+import dist_moe
+from dist_moe import ExecutionOptions, InvalidExpertIdError, RMSNormPostprocess, RoutingOverflowError, create_context
 from dist_moe.models import MODELS
 from dist_moe.path_oracle import FORWARD_ONLY, Case, forward_only, on_device
 from dist_moe.planner import mega, plan_memory, sums_pairs
 from dist_moe.symm import World
 from dist_moe.testing import assert_close
 from dist_moe.virtual import RankInputs, routed_experts
-from tests.test_path import BACKENDS, device_of, ops_taking, recording, run
+from tests.test_path import BACKENDS, device_of, run
 
 APART = ("dist_moe.planner.MEGA_ROWS", 0)
 # D and F of one step of the contraction, whose sum is the same in every tile, interpreted too.
@@ -65,6 +66,16 @@ def both_ways(monkeypatch, case: Case, backend: str, calls, **changes) -> tuple:
 
 @each_case
 def test_bits_are_those_of_several_launches_and_of_training(monkeypatch, case, backend):
+    assert_bits(monkeypatch, case, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("W", [1, 2, 3])
+def test_bits_at_widths_of_many_steps(monkeypatch, W):
+    assert_bits(monkeypatch, Case("wide", W=W, T=6, K=2 * W, E=16 * W, D=1056, F=352), "triton")
+
+
+def assert_bits(monkeypatch, case: Case, backend: str) -> None:
     """Calls of any number of tokens follow one another, and stale rows of the calls before are never seen."""
 
     def calls(context):
@@ -109,16 +120,15 @@ def test_clip_counts_come_from_several_launches(monkeypatch, case, backend):
     """Which leave h1 to count in; calls with counts and without give the same output."""
 
     def calls(context):
-        seen = {}
-        for op, function in ops_taking("num_sms", context):
-            setattr(context.path.ops, op, recording(seen, op, function))
+        ran, mega_forward = [], context.path.ops.mega_forward
+        context.path.ops.mega_forward = lambda *args, **how: ran.append(1) or mega_forward(*args, **how)
         counts = [torch.zeros(3, dtype=torch.float32, device=context.device) for _ in range(case.W)]
         options = [ExecutionOptions(swiglu_clip_stats_out_3=count, swiglu_clip_limit=0.5) for count in counts]
         counted = outs_of(context, case, options)
-        assert "mega_forward" not in seen
+        assert not ran
         plain = outs_of(context, case)
-        assert ("mega_forward" in seen) == context.path.mega
-        assert all(torch.equal(a, b) for a, b in zip(counted, plain, strict=True))
+        assert len(ran) == case.W * context.path.mega
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(counted, plain, strict=True))
         return counts
 
     together, apart = both_ways(monkeypatch, case, backend, calls)
@@ -142,15 +152,66 @@ def test_after_an_overflow_the_queue_is_as_before(backend):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(again, wanted, strict=True))
 
 
-def test_a_limit_on_sms_reaches_it(backend):
-    with serving(PAIRS, backend, num_sms=1) as context:
-        seen = {}
-        for op, function in ops_taking("num_sms", context):
-            setattr(context.path.ops, op, recording(seen, op, function))
-        limited = outs_of(context, PAIRS)
-        assert seen["mega_forward"] == (1,)
-    with serving(PAIRS, backend) as context:
-        assert all(torch.equal(a, b) for a, b in zip(limited, outs_of(context, PAIRS), strict=True))
+@pytest.mark.gpu
+def test_replays_follow_new_data_and_a_fault():
+    """The queue is the same memory in every replay, and eager calls of other sizes come between them."""
+    case = replace(PAIRS, note="one GPU", W=1, T=8, K=2, E=16, D=1056, F=352)
+    with create_context(group=None, config=case.config(**FORWARD_ONLY)) as context, torch.no_grad():
+        assert context.path.mega
+
+        def tensors(seed: int) -> list[torch.Tensor]:
+            (rank,) = replace(case, seed=seed).inputs()
+            return [t.cuda() for t in (rank.x_TD, rank.ids_TK, rank.scores_TK, rank.w13_L2FD, rank.w2_LDF)]
+
+        static = tensors(0)
+        dist_moe.routed_experts(*static, context)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = dist_moe.routed_experts(*static, context)
+        for seed in (1, 2, 3):
+            for old, new in zip(static, tensors(seed), strict=True):
+                old.copy_(new)
+            dist_moe.routed_experts(*(t[:seed] for t in static[:3]), *static[3:], context)
+            graph.replay()
+            assert torch.equal(out.clone(), dist_moe.routed_experts(*static, context)) and out.any()
+            good = static[1].clone()
+            static[1][seed, 1] = case.E  # no such expert
+            graph.replay()
+            with pytest.raises(InvalidExpertIdError):
+                context.check()
+            assert out.isnan().all()
+            context.reset()
+            static[1].copy_(good)
+        context.check()
+
+
+def test_compiled_calls_have_the_same_bits():
+    """Of any number of tokens; the experts' launch is inside of the op."""
+    case = replace(CASES[0], note="compiled")
+    with serving(case, "reference") as context, torch.no_grad():
+        assert context.path.mega
+
+        @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+        def call(x_TD, ids_TK, scores_TK, w13, w2):
+            return dist_moe.routed_experts(x_TD, ids_TK, scores_TK, w13, w2, context) * 2
+
+        (rank,) = case.inputs()
+        for T in (4, 3, 2):
+            given = [*(t[:T] for t in (rank.x_TD, rank.ids_TK, rank.scores_TK)), rank.w13_L2FD, rank.w2_LDF]
+            out = call(*given)
+            assert torch.equal(out, dist_moe.routed_experts(*given, context) * 2) and out.any()
+
+
+def test_what_is_refused_does_not_depend_on_the_tokens():
+    """One rank in decode has a row a route in any case, and yet a callable needs route_outputs, as with many tokens."""
+    options = ExecutionOptions(experts_output_postprocess=torch.clone)
+    for T in (4, 64):
+        case = replace(CASES[0], T=T)
+        with serving(case, "reference") as context:
+            assert context.path.mega == (T == 4)
+            with pytest.raises(ValueError, match="route_outputs"):
+                outs_of(context, case, options)
 
 
 DSV3, MIXTRAL = (next(model for model in MODELS if model.name == name) for name in ("deepseek-v3", "mixtral-8x7b"))
@@ -166,6 +227,7 @@ DSV3, MIXTRAL = (next(model for model in MODELS if model.name == name) for name 
         (MIXTRAL, 8, 1, {}, (True, False)),
         (MIXTRAL, 8, 2, {}, (False, False)),  # 4 rows an expert; two routes of a token on two ranks are not summed
         (DSV3, 16, 1, {"inference": False, "activation_slot_capacity_factor": 1.0}, (False, True)),
+        (DSV3, 16, 1, {"num_sms": 64}, (False, True)),
         (DSV3, 16, 1, {"bf16_grouped_gemm_preset": "1cta1mma_bm64_bn128"}, (False, True)),
     ],
 )

@@ -220,7 +220,6 @@ def _experts_in_one(path: Path, r: LocalRank, c: ForwardCall, row_scores_R: Tens
         queue_Q=r.queue_Q,
         finished_1=r.finished_1,
         stop_1=r.stop_1,
-        num_sms=path.num_sms,
         then=signal_of(path, r, shapes.COMBINED),
     )
 
@@ -245,14 +244,14 @@ def combine_outputs(
     path: Path, r: LocalRank, c: ForwardCall, rows, start_1, row_scores_R: Tensor, *, is_last=True, **how
 ) -> None:
     """is_last: of the windows of columns; with it this rank has reached COMBINED."""
-    dedup = path.sums_pairs and not c.by_route
+    sums_pairs = path.sums_pairs and not c.by_route
     path.ops.combine(
         c.plan,
         rows,
         start_1,
-        outputs=r.pair_outputs if dedup else r.outputs,
-        dedup=dedup,
-        row_scores_R=row_scores_R if dedup else None,
+        outputs=r.pair_outputs if sums_pairs else r.outputs,
+        dedup=sums_pairs,
+        row_scores_R=row_scores_R if sums_pairs else None,
         row_score_grads_R=None,
         score_grads=None,
         stop_1=r.stop_1,

@@ -255,13 +255,13 @@ def dedup(config: Config, ep_size: int) -> bool:
 
 
 def mega(config: Config, ep_size: int) -> bool:
-    """Whether one launch runs all of a rank's experts in a forward: in decode, of BF16, where it takes less time than
-    the launches that it stands for (docs/performance.md).
+    """Whether one launch runs all of a rank's experts in a forward: in decode, of BF16, where it takes no more time
+    than the launches that it stands for (docs/performance.md).
 
-    A preset asks for tiles that it does not have.
+    A preset asks for tiles that it does not have, and with a limit on SMs it was not timed.
     """
     few = rows_per_expert(config, ep_size) <= MEGA_ROWS and small_routing(config, ep_size)
-    plain = config.block_scaled is None and config.bf16_grouped_gemm_preset is None
+    plain = config.block_scaled is None and config.bf16_grouped_gemm_preset is None and config.num_sms is None
     return config.inference and few and plain
 
 
@@ -296,8 +296,11 @@ def outputs_per_token(config: Config, ep_size: int) -> int:
 
 
 def missing_route_bytes(config: Config, ep_size: int) -> int:
-    """What `outputs` lacks to have a row a route; 0: calls can have a postprocess."""
-    missing = config.top_k - outputs_per_token(config, ep_size)
+    """What `outputs` lacks to have a row a route; 0: calls can have a postprocess. Of top_k, ranks and route_outputs
+    alone, so that what is refused does not change with the tokens: also where decode on one rank has those rows.
+    """
+    shares_rows = dedup(config, ep_size) and not config.route_outputs
+    missing = config.top_k - min(config.top_k, ep_size) if shares_rows else 0
     return config.num_local_input_tokens * missing * config.hidden_dim * torch.bfloat16.itemsize
 
 

@@ -390,7 +390,6 @@ def mega_forward(
     queue_Q,
     finished_1,
     stop_1,
-    num_sms=None,
     then=None,
 ):
     """dispatch, grouped_gemm_swiglu, grouped_gemm and combine, one after another; of h3 summed pairs alone are left."""

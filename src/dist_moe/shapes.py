@@ -136,13 +136,13 @@ def mega_queue_words(num_local_experts: int) -> int:
 
 
 # Of `outputs`, what few programs read about as fast as many launch; in decode 4 MB were (docs/performance.md).
-SMALL_SUM_BYTES, DECODE_SUM_BYTES = 2**20, 2**23
+SMALL_SUM_BYTES, DECODE_SUM_BYTES = 2**20, 2**22
 
 
 def is_small_sum(W: int, num_tokens_max: int, outputs_per_token: int, hidden_dim: int, in_decode: bool) -> bool:
     """Whether one launch waits for what the experts' ranks pushed and adds it up; all ranks answer alike.
 
-    in_decode: whether the routing is small. Example: 128 tokens of 2 BF16 rows of 2048 fill 1 MB, 4 of 8192 fill 8 MB.
+    in_decode: whether the routing is small. Example: 128 tokens of 2 BF16 rows of 2048 fill 1 MB, 4 of 4096 fill 4 MB.
     """
     most = DECODE_SUM_BYTES if in_decode else SMALL_SUM_BYTES
     return W <= MOST_WAITING_PROGRAMS and 2 * num_tokens_max * outputs_per_token * hidden_dim <= most

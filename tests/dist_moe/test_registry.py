@@ -337,8 +337,8 @@ def test_explain_says_that_kernels_are_interpreted():
     ("changes", "ranks", "words"),
     [
         ({"num_local_input_tokens": 128}, 2, "wait, route and plan in one; wait and reduce in one"),
-        ({"num_local_input_tokens": 128, "hidden_dim": 16384}, 2, "plan in one; wait and reduce in one"),
-        ({"num_local_input_tokens": 129, "hidden_dim": 16384}, 2, "plan in one; wait and reduce by themselves"),
+        ({"num_local_input_tokens": 128, "hidden_dim": 8192}, 2, "plan in one; wait and reduce in one"),
+        ({"num_local_input_tokens": 129, "hidden_dim": 8192}, 2, "plan in one; wait and reduce by themselves"),
         ({"num_local_input_tokens": 2, "inference": True}, 2, "one; the experts in one; wait and reduce in one"),
         ({"num_local_input_tokens": 8192, "hidden_dim": 32}, 1, "plan by themselves; wait and reduce in one"),
         ({"num_local_input_tokens": 8192}, 2, "plan by themselves; wait and reduce by themselves"),

@@ -12,6 +12,7 @@ from tests.kernels_triton.row_cases import Ranks, random_ranks
 from dist_moe import reference, shapes
 from dist_moe.kernels_triton import combine, dispatch, grouped_gemm, grouped_gemm_swiglu
 from dist_moe.kernels_triton import mega_forward as kernels
+from dist_moe.kernels_triton._device import is_interpreting
 from dist_moe.meeting import Signal
 from dist_moe.shapes import Activation, mega_queue_words
 from dist_moe.symm import World
@@ -20,8 +21,10 @@ from dist_moe.testing import assert_close
 PLAIN, CLAMPED = Activation(), Activation("swiglu_clamped", alpha=1.5, limit=0.5)
 SCHEMES = {"routes": (False, False), "pairs pulled": (True, False), "pairs summed": (True, True)}
 each_scheme = pytest.mark.parametrize("dedup, sums_pairs", SCHEMES.values(), ids=SCHEMES)
-# The contraction in steps of the same size, whose partial sums the interpreter adds in their order.
-TILE = replace(grouped_gemm.CONFIGS[64, 128], block_k=kernels.CONFIG.block_k)
+# The tile of decode; interpreted in steps of the same size, for there a step's partial sum is added as one.
+TILE = grouped_gemm.CONFIGS[64, 128]
+if is_interpreting():
+    TILE = replace(TILE, block_k=kernels.CONFIG.block_k)
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,11 @@ def test_bits_are_those_of_four_ops_and_near_the_oracle(case, dedup, sums_pairs,
 def test_programs_do_not_change_bits_and_calls_follow_one_another(dedup, sums_pairs, device):
     experts = Experts(device, DECODE)
     wanted, _ = experts.pushed(sums_pairs, lambda r: experts.run(kernels, r, dedup, sums_pairs))
-    for num_sms in (1, 7, None):
-        run = partial(experts.run, kernels, dedup=dedup, sums_pairs=sums_pairs, num_sms=num_sms)
+    for programs_per_sm in (1, 2):  # interpreted two and two
+        config = replace(kernels.CONFIG, programs_per_sm=programs_per_sm)
+        run = partial(experts.run, kernels, dedup=dedup, sums_pairs=sums_pairs, config=config)
         found, _ = experts.pushed(sums_pairs, run)
+        assert found[0].nan_to_num().any()
         assert equal(found[0], wanted[0])
 
 
