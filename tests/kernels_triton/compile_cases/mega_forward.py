@@ -8,8 +8,8 @@ from dist_moe.shapes import next_power_of_2
 from .barrier import COUNTS, ENDING, ENDS, NO_ENDING, SENDS
 from .grouped_gemm import STORE, TENSOR_CORES, TMA_2D
 
-# Of count_done and await_count; Triton's own fences are of shared memory.
-ORDER = ("atom.global.gpu.release.add.u32", "ld.global.gpu.acquire.b32", "fence.proxy.async;")
+# Of count_done, an atom or a red, and of await_count; Triton's own fences are of shared memory.
+ORDER = (".global.gpu.release.add.u32", "ld.global.gpu.acquire.b32", "fence.proxy.async;")
 TABLES = ("row_to_slot", "pair_rows", "pair_start", "pair_output", "num_pairs", "num_routes", "row_start")
 WORDS = ("x_start_ptr", "h2_start_ptr", "stop_ptr")
 
