@@ -32,9 +32,10 @@ test: $(SETUP)
 	$(PYTEST) $(TESTS)
 
 # Once more under the newest Triton that the interpreter's repairs know; it stands before the other on the path: what is
-# compiled, what is repaired, and each kernel against its oracle and its example, without drawn cases and faults.
+# compiled, for one target a case, what is repaired, and each kernel against its oracle and its example, without drawn
+# cases and faults.
 test-newest-triton: $(SETUP) .venv/triton-$(NEWEST_TRITON)/ready
-	PYTHONPATH=.venv/triton-$(NEWEST_TRITON) TRITON_DEFAULT_FP_FUSION=1 \
+	PYTHONPATH=.venv/triton-$(NEWEST_TRITON) TRITON_DEFAULT_FP_FUSION=1 ONE_TARGET=1 \
 	  $(PYTEST) tests/kernels_triton tests/dist_moe/test_interpreter.py -k \
 	  "compile or interpreter or launch or device or oracle or example or named_routings or traces"
 

@@ -20,6 +20,7 @@ compile_cases/<module>.py holds CASES, a tuple of rows like this one:
 
 A kernel's first case, and every case with tensor cores, whose instructions differ, is compiled for
 sm_90 and sm_100, the others for one of them in turn: what differs between the targets there is the assembler alone.
+With ONE_TARGET=1, as under the newest Triton, every case is compiled for one of them in turn.
 Spilled bytes and too much shared memory fail in every case. Choose the sizes that are really used (the widest tile, a
 real number of experts), not the small ones of the interpreted tests. A launched kernel without a row fails
 test_compile.py; helpers, which other jit functions call, need none. To look at a result:
@@ -28,6 +29,7 @@ test_compile.py; helpers, which other jit functions call, need none. To look at 
 """
 
 import importlib
+import os
 import pkgutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,13 +37,15 @@ from dataclasses import replace
 
 from tests.compile_check import ARCHS, Case
 
+ONE_TARGET = os.environ.get("ONE_TARGET") == "1"
+
 
 def _in_turn(cases: Iterable[Case]) -> Iterator[Case]:
     """The cases, with their targets where a row leaves that open."""
     number = Counter()  # of the cases of a kernel so far
     for case in cases:
         if case.archs is None:
-            one = number[case.kernel] and not case.expect_sm90 + case.expect_sm100
+            one = ONE_TARGET or (number[case.kernel] and not case.expect_sm90 + case.expect_sm100)
             case = replace(case, archs=ARCHS[number[case.kernel] % 2 :][:1] if one else ARCHS)
         number[case.kernel] += 1
         yield case
