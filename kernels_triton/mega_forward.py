@@ -261,7 +261,7 @@ def mega_forward(
              several rows here is pulled once; sums_pairs, of dedup alone: whether they come back as one sum, in
              outputs, bf16 [T_max, min(K, W), D], not [T_max, K, D].  x_XD, h2_XF, h3_XD: bf16 over the activation
              buffer, where the rows of the call begin at x_start_1, h2_start_1, h3_start_1 (int64, device); h3 is
-             written where pairs are summed.
+             written where pairs are summed, and may lie over x: of an expert's rows when all its W13 is done.
              row_scores_R: fp32 [R], written.  queue_Q: int32, shapes.mega_queue_words, zeros before and after.
              finished_1: int64, 0.  then: the signal COMBINED, sent by the last program, under a fault too.
     Raises:  ValueError for other dtypes, layouts or widths.

@@ -269,7 +269,8 @@ def _path(ops: OpChecks, case: Case, mode: Mode, device: torch.device, backend: 
             backends = context.path.ops.backends
             ops.follow(context.path.ops, backends, mode.name)
             counting = ExecutionOptions(swiglu_clip_stats_out_3=torch.empty(3, device=device), swiglu_clip_limit=1.0)
-            inputs, options = mode.inputs(case, device), None if mode.decode else [counting] * case.W  # which is apart
+            inputs = mode.inputs(case, device)
+            options = None if mode.decode else [counting] * case.W  # counts need h1, which decode's one launch has not
             if mode.format is None:  # nothing but its ops: what comes out has no answer here
                 path = context.path
                 context.path = replace(path, small=Small(routing=False, sum=False))  # as of many tokens
