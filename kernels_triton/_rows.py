@@ -120,7 +120,7 @@ def column_shares(num_turns, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def row_items(num_rows, sources, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """What an item of a launch that moves rows, or pairs, is read from: blocks of ROWS rows, parts of them (num_parts),
-    items that share the columns of a block, and columns of each. Item i is share i % shares of turn i // shares."""
+    items that share the columns of a block, and columns of each."""
     num_blocks = tl.cdiv(num_rows, ROWS)
     parts = num_parts(num_blocks, sources)
     shares, columns = column_shares(parts * tl.cdiv(num_blocks, parts), WIDTH, BLOCK_D)
@@ -131,6 +131,12 @@ def row_items(num_rows, sources, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_
 def num_row_items(num_blocks, parts, shares):
     """Example: 5 blocks in 2 parts by 3 shares are 18 items, of which 3 have no block."""
     return parts * tl.cdiv(num_blocks, parts) * shares
+
+
+@triton.jit
+def row_item(item, num_blocks, parts, shares, columns):
+    """Block and first column of an item: share item % shares of turn item // shares (spread)."""
+    return spread(item // shares, num_blocks, parts), item % shares * columns
 
 
 @triton.jit
@@ -170,6 +176,16 @@ def pair_block(pair, num_pairs, num_routes, pair_start_ptr):
     first = tl.load(pair_start_ptr + pair, mask=in_use, other=0)
     end = tl.load(pair_start_ptr + pair + 1, mask=pair + 1 < num_pairs, other=num_routes)
     return first, tl.where(in_use, end - first, 0)
+
+
+@triton.jit
+def pair_item(block, num_pairs, num_routes, pair_start_ptr, pair_output_ptr, PAIRS: tl.constexpr):
+    """Of the pairs of a block: which there are, pair_block of them, the most rows of one, and their output rows."""
+    pair = block * PAIRS + tl.arange(0, PAIRS)
+    in_use = pair < num_pairs
+    first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
+    most = tl.max(count, axis=0)
+    return in_use, first, count, most, tl.load(pair_output_ptr + pair, mask=in_use, other=0)
 
 
 @triton.jit

@@ -22,14 +22,14 @@ from ._rows import (
     column_window,
     few_rows,
     num_row_items,
-    pair_block,
+    pair_item,
     pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
     row_grid,
+    row_item,
     row_items,
-    spread,
 )
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # bits of -0.0 as int32
@@ -67,8 +67,7 @@ def pull_rows(
 ):
     """One item of _dispatch_routes, which says what the arguments are."""
     offs_d = tl.arange(0, BLOCK_D)
-    block = spread(item // shares, num_blocks, parts)
-    first_d = item % shares * columns
+    block, first_d = row_item(item, num_blocks, parts, shares, columns)
     end_d = tl.minimum(first_d + columns, WIDTH)
     row = block * ROWS + tl.arange(0, ROWS)
     slot = tl.load(row_to_slot_ptr + row, mask=row < num_rows, other=-1)
@@ -124,14 +123,9 @@ def pull_pairs(
 ):
     """One item of _dispatch_pairs, which says what the arguments are."""
     offs_d = tl.arange(0, BLOCK_D)
-    block = spread(item // shares, num_blocks, parts)
-    first_d = item % shares * columns
+    block, first_d = row_item(item, num_blocks, parts, shares, columns)
     end_d = tl.minimum(first_d + columns, WIDTH)
-    pair = block * PAIRS + tl.arange(0, PAIRS)
-    in_use = pair < num_pairs
-    first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
-    most = tl.max(count, axis=0)
-    output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+    in_use, first, count, most, output = pair_item(block, num_pairs, num_routes, pair_start_ptr, pair_output_ptr, PAIRS)
     src = output // (T_max * J)
     token = HALF * T_max + (output - src * (T_max * J)) // J
     x_ptrs = peer_pointers(tokens_table_ptr, src, token.to(tl.int64) * D + first_column, in_use, tl.bfloat16, 16)

@@ -24,14 +24,14 @@ from ._rows import (
     RowTile,
     few_rows,
     num_row_items,
-    pair_block,
+    pair_item,
     pair_rows_and_scores,
     peer_pointers,
     pick_row_tile,
     pull_pair_scores,
     row_grid,
+    row_item,
     row_items,
-    spread,
 )
 from ._scaled import ELEMENTS, blocked_offset, expanded, words_of
 from .dispatch import NEGATIVE_ZERO
@@ -151,8 +151,7 @@ def _dispatch_packed_routes(
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
     num_blocks, parts, shares, words = row_items(num_rows, sources, VALUE_WORDS, ROWS, BLOCK_V)
     for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
-        block = spread(item // shares, num_blocks, parts)
-        first_v = item % shares * words
+        block, first_v = row_item(item, num_blocks, parts, shares, words)
         end_v = tl.minimum(first_v + words, VALUE_WORDS)
         delay(item)
         row = block * ROWS + tl.arange(0, ROWS)
@@ -246,15 +245,12 @@ def _dispatch_packed_pairs(
     offs_v = tl.arange(0, BLOCK_V * GROWTH)
     num_blocks, parts, shares, words = row_items(num_pairs, W, VALUE_WORDS, PAIRS, BLOCK_V)
     for item in range(tl.program_id(0), num_row_items(num_blocks, parts, shares), tl.num_programs(0)):
-        block = spread(item // shares, num_blocks, parts)
-        first_v = item % shares * words
+        block, first_v = row_item(item, num_blocks, parts, shares, words)
         end_v = tl.minimum(first_v + words, VALUE_WORDS)
         delay(item)
-        pair = block * PAIRS + tl.arange(0, PAIRS)
-        in_use = pair < num_pairs
-        first, count = pair_block(pair, num_pairs, num_routes, pair_start_ptr)
-        most = tl.max(count, axis=0)
-        output = tl.load(pair_output_ptr + pair, mask=in_use, other=0)
+        in_use, first, count, most, output = pair_item(
+            block, num_pairs, num_routes, pair_start_ptr, pair_output_ptr, PAIRS
+        )
         src = output // (T_max * J)
         token = ((output - src * (T_max * J)) // J).to(tl.int64)
         wire_ptrs = peer_pointers(tokens_table_ptr, src, token * (WIRE_BYTES // 4), in_use, tl.int32, 16)

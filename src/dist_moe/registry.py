@@ -175,11 +175,11 @@ _TRITON_FILES = {
     "swiglu": "swiglu",
     "swiglu_backward": "swiglu",
     "combine": "combine",
-    "reduce": "combine",
-    "wait_reduce": "combine",
+    "reduce": "reduce",
+    "wait_reduce": "reduce",
     "rmsnorm_reduce": "rmsnorm",
     "rmsnorm_reduce_backward": "rmsnorm",
-    "collect_score_grads": "combine",
+    "collect_score_grads": "reduce",
     "finish": "finish",
 }
 # What block-scaled execution has in place of five of them, in the order of its path; quantize_rows and _columns are for

@@ -128,7 +128,7 @@ BROKEN = [  # what of it is broken, and where that starts
     ("bf16", "grouped_gemm.grouped_gemm", "out_XN", "out_start_1"),
     ("bf16", "grouped_gemm.grouped_gemm_wgrad", "out_LNK", None),
     ("bf16", "swiglu.swiglu", "h2_XF", "h2_start_1"),
-    ("bf16", "combine.reduce", "out_TD", None),
+    ("bf16", "reduce.reduce", "out_TD", None),
     ("bf16 decode", "mega_forward.mega_forward", "h2_XF", "h2_start_1"),
     ("bf16 decode", "mega_forward.mega_forward", "outputs", None),
     ("mxfp8 inference", "grouped_gemm_scaled.grouped_gemm_scaled", "out_XN", "out_start_1"),

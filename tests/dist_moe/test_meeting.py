@@ -11,8 +11,9 @@ from tests.strategies import routings
 
 from dist_moe import reference, shapes
 from dist_moe.kernels_triton import barrier
-from dist_moe.kernels_triton.combine import combine, wait_reduce
+from dist_moe.kernels_triton.combine import combine
 from dist_moe.kernels_triton.publish import pick_config, publish
+from dist_moe.kernels_triton.reduce import wait_reduce
 from dist_moe.meeting import Signal, Wait
 from dist_moe.shapes import COMBINED, PUBLISHED
 from dist_moe.symm import World

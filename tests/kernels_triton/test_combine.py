@@ -20,8 +20,9 @@ from tests.kernels_triton.row_cases import (
 from tests.strategies import routings
 
 from dist_moe import reference
-from dist_moe.kernels_triton.combine import collect_score_grads, combine, reduce
+from dist_moe.kernels_triton.combine import combine
 from dist_moe.kernels_triton.dispatch import dispatch
+from dist_moe.kernels_triton.reduce import collect_score_grads, reduce
 
 both_schemes = pytest.mark.parametrize("dedup", [False, True], ids=["routes", "pairs"])
 

@@ -10,7 +10,7 @@ from benchmarks.roofs import norm_work
 from tests.kernels_triton.row_cases import NAN, same_bits
 
 from dist_moe import reference_norm
-from dist_moe.kernels_triton import combine
+from dist_moe.kernels_triton import reduce as sums
 from dist_moe.kernels_triton import rmsnorm as kernels
 from dist_moe.norm import Norm
 from dist_moe.testing import assert_close
@@ -202,9 +202,7 @@ def test_moves_what_the_plain_sum_per_route_moves(norm, monkeypatch, device):
     own = {"outputs": problem.rows, "ids": problem.ids, "scores": problem.scores}
     own = {name: SimpleNamespace(own=value, peers=[value]) for name, value in own.items()}
     out = problem.nan(T, D, dtype=torch.bfloat16)
-    plain = moved.by(
-        lambda: combine.reduce(out, **own, dedup=False, num_experts=4, rank=0, stop_1=problem.stop_1, **one)
-    )
+    plain = moved.by(lambda: sums.reduce(out, **own, dedup=False, num_experts=4, rank=0, stop_1=problem.stop_1, **one))
     fused, keeping = (moved.by(lambda keep=keep: problem.forward(kernels, keep, **one)) for keep in (False, True))
     gain = 0 if norm.weight_D is None else 2 * D
     assert plain.touched == works["plain"].hbm_bytes and out.isfinite().all()
